@@ -127,6 +127,26 @@ fn a_member_of_the_group_reclaims() {
     sandbox.run(&["umount", &target]).ok();
 }
 
+/// Reclaiming from an image whose metadata was damaged failed with "no image".
+#[test]
+fn a_damaged_image_is_named() {
+    let test = "a_damaged_image_is_named";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let image = sandbox.import_tree("tree");
+    let path = sandbox.path("store/domains/default/images").join(format!("{image}.erofs"));
+    let _replaced = sandbox.replace(&path, b"torn", false);
+    let refused = || {
+        let ran = sandbox.run(&["reclaim", "--image", "tree"]);
+        ran.fails_with(4).refused(&image).refused("cofolio fsck");
+    };
+    refused();
+    let _daemon = Daemon::start(&sandbox, &[]);
+    refused();
+}
+
 /// A daemon with `size` drops what a container at its limit has open: memory.high with cgroups of version
 /// 2, the only limit of version 1.
 #[test]

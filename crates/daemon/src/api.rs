@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cofolio_node::ledger::{ImageFile, LedgerError, ReclaimRequest};
-use cofolio_store::Digest;
+use cofolio_store::{Digest, with_causes};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use hyper::body::Incoming;
 use hyper::header::{ALLOW, HOST, HeaderValue, WWW_AUTHENTICATE};
@@ -281,10 +281,13 @@ fn busy() -> Refusal {
 fn of_ledger(error: &LedgerError) -> Refusal {
     match error {
         LedgerError::NotFound { .. } => not_found(error.to_string()),
+        LedgerError::Store(damage) if cofolio_store::is_damage(damage) => {
+            (StatusCode::CONFLICT, with_causes(error))
+        }
         LedgerError::Cancelled => {
             (StatusCode::SERVICE_UNAVAILABLE, "the daemon is ending".to_owned())
         }
-        error => internal(error),
+        error => (StatusCode::INTERNAL_SERVER_ERROR, with_causes(error)),
     }
 }
 

@@ -170,6 +170,9 @@ impl Source {
                     Err(ClientError::Refused { status: 404, why, .. }) => {
                         Err(Fail::not_found(why).into())
                     }
+                    Err(ClientError::Refused { status: 409, why, .. }) => {
+                        Err(Fail::damaged(why).into())
+                    }
                     answered => Ok(answered?),
                 }
             }
@@ -191,7 +194,7 @@ impl Source {
             let image = context.image(&context.domain()?, text)?.digest;
             return Ok(UsedImage { domain, image });
         }
-        let mut images = self.report(Some(&domain))?.images;
+        let Report { mut images, unknown, .. } = self.report(Some(&domain))?;
         if images.iter().any(|it| it.names.iter().any(|name| name == text)) {
             images.retain(|it| it.names.iter().any(|name| name == text));
         } else {
@@ -201,7 +204,11 @@ impl Source {
         }
         match &images[..] {
             [one] => Ok(UsedImage { domain, image: one.image }),
-            [] => Err(Fail::not_found(format!("no image `{text}` in domain `{domain}`")).into()),
+            [] => {
+                let fail = Fail::not_found(format!("no image `{text}` in domain `{domain}`"));
+                let hint = "some images cannot be read: as root, `cofolio fsck` names them";
+                Err(if unknown.images > 0 { fail.hint(hint) } else { fail }.into())
+            }
             [..] => {
                 let what = format!("`{text}` is the beginning of {} digests", images.len());
                 Err(Fail::usage(what).into())

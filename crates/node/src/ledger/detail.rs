@@ -67,7 +67,7 @@ impl Ledger {
     pub fn files(&self, domain: &str, image: &Digest) -> Result<Option<Vec<ImageFile>>> {
         let Some(number) = self.index.find_domain(domain)? else { return Ok(None) };
         let known = &self.index.domains()[number as usize];
-        if !known.images.contains_key(image) {
+        if !self.index.has_image(number, image)? {
             return Ok(None);
         }
         let users = self.users_by_object();

@@ -142,6 +142,18 @@ impl IndexedDomain {
         self.names.get(image).map_or(&[], Vec::as_slice)
     }
 
+    /// The objects that an image names, with their sizes.
+    fn named_by(&self, image: &Digest) -> Result<Vec<(Digest, u64)>, BoxError> {
+        let file = self.domain.open_image(image)?;
+        let mut objects = Vec::new();
+        leave_cache(&file, || {
+            ImageContents.names(FileKind::Image, &file, &mut |object, size| {
+                objects.push((object, size));
+            })
+        })?;
+        Ok(objects)
+    }
+
     /// Counts the resident pages of the files that images are mounted from. What was known stays if
     /// one of them cannot be looked at.
     fn count_metadata(&mut self) -> Result<(), BoxError> {
@@ -222,6 +234,21 @@ impl Index {
             _ => {}
         }
         Ok(number)
+    }
+
+    /// Whether an image that somebody asks for was taken up.
+    ///
+    /// # Errors
+    /// [`Error::Unreadable`] where it can still not be read.
+    pub(super) fn has_image(&self, number: u16, image: &Digest) -> Result<bool, Error> {
+        let known = &self.domains[usize::from(number)];
+        if known.unreadable.contains(image) {
+            known.named_by(image).map_err(|source| {
+                let what = format!("image {image} of trust domain {}", known.domain.name());
+                Error::Unreadable { what, source }
+            })?;
+        }
+        Ok(known.images.contains_key(image))
     }
 
     /// Images that cannot be read, and directories of them that cannot be listed.
@@ -352,19 +379,10 @@ impl Index {
 
     fn add(&mut self, number: usize, digest: Digest, now: u32) {
         let domain = u16::try_from(number).unwrap_or(u16::MAX);
-        let mut objects = Vec::new();
-        let read = self.domains[number].domain.open_image(&digest).map_err(BoxError::from);
-        let read = read.and_then(|file| {
-            leave_cache(&file, || {
-                ImageContents.names(FileKind::Image, &file, &mut |object, size| {
-                    objects.push((object, size));
-                })
-            })
-        });
-        if read.is_err() {
+        let Ok(mut objects) = self.domains[number].named_by(&digest) else {
             self.domains[number].unreadable.insert(digest);
             return;
-        }
+        };
         self.domains[number].unreadable.remove(&digest);
         self.domains[number].missing.remove(&digest);
         objects.sort_unstable();

@@ -127,8 +127,8 @@ impl Ledger {
     /// what went until then.
     ///
     /// # Errors
-    /// [`LedgerError::NotFound`] for a target that does not exist; [`LedgerError::Store`] for one
-    /// in a trust domain that cannot be listed. An object that cannot be looked at counts as kept,
+    /// [`LedgerError::NotFound`] for a target that does not exist; [`LedgerError::Store`] for an image
+    /// that cannot be read, and for a target in a trust domain that cannot be listed. An object that cannot be looked at counts as kept,
     /// unless it was removed.
     pub fn reclaim(&mut self, request: &ReclaimRequest) -> Result<Reclaimed> {
         let scope = self.scope(&request.target)?;
@@ -166,7 +166,7 @@ impl Ledger {
             ReclaimTarget::Domain(name) => domain(name).map(Scope::Domain),
             ReclaimTarget::Image(UsedImage { domain: name, image }) => {
                 let number = domain(name)?;
-                match self.index.domains()[number as usize].images.contains_key(image) {
+                match self.index.has_image(number, image)? {
                     true => Ok(Scope::Image(number, *image)),
                     false => Err(LedgerError::NotFound {
                         what: format!("image {image} in trust domain {name}"),

@@ -47,6 +47,24 @@ fn objects_that_cannot_be_looked_at_are_counted() {
     assert_eq!(ledger.reclaim(&of_all).unwrap().freed_bytes, bytes);
 }
 
+/// A reclaim from an image that could not be read said that there was no such image.
+#[test]
+fn an_image_that_cannot_be_read_is_no_missing_one() {
+    let test = "an_image_that_cannot_be_read_is_no_missing_one";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let image = pair.domain.image_path(&pair.images[0]).unwrap();
+    fs::remove_file(&image).unwrap();
+    fs::write(&image, "torn").unwrap();
+    let mut ledger = pair.ledger();
+    ledger.sample_all().unwrap();
+    let used = UsedImage { domain: "default".to_owned(), image: pair.images[0] };
+    let error = ledger.reclaim(&all_of(ReclaimTarget::Image(used))).unwrap_err();
+    assert!(cofolio_store::is_damage(&error), "{error}");
+    assert!(error.to_string().contains(&pair.images[0].to_string()), "{error}");
+    assert!(ledger.files("default", &pair.images[0]).is_err());
+}
+
 /// One trust domain that could not be listed refused samples and reclaims of all others.
 #[test]
 fn a_domain_that_cannot_be_listed_stops_no_other() {
