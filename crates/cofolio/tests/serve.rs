@@ -134,6 +134,10 @@ fn the_api_is_as_documented() {
     let daemon = Daemon::start(&sandbox, &[]);
     // From now on it sees opened files of the mount.
     daemon.sample();
+    // A missing object, so that the report has a warning.
+    let missing = sandbox.object(&image, "/etc/passwd");
+    common::unlock(&missing).unwrap();
+    std::fs::rename(missing, sandbox.path("missing")).unwrap();
     // A container whose process has opened a file.
     let run = "echo 0 >\"$0\" && exec tail -f \"$1\"";
     let mut tail = Command::new("sh");

@@ -45,6 +45,9 @@ pub struct Report {
     pub containers: Vec<ContainerAccount>,
     /// What could not be attributed.
     pub unknown: Unknown,
+    /// Why objects and processes are among [`unknown`](Self::unknown): the first 16 reasons of each.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// The machine's page cache, from `/proc/meminfo`.
@@ -76,7 +79,7 @@ pub struct Unknown {
     pub images: u64,
     /// Objects that could not be looked at, of the last round, and trust domains whose
     /// [`metadata_bytes`](DomainAccount::metadata_bytes) could not be counted. Their figures are
-    /// older.
+    /// older; a missing object has no resident bytes.
     pub objects: u64,
     /// Opened files that could not be looked at, or be noted.
     pub files: u64,

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 use cofolio_image::pack::ImageContents;
 use cofolio_store::{
-    BoxError, Contents as _, Digest, Domain, Error, FileKind, FileName, Listing, Store,
+    BoxError, Contents as _, Digest, Domain, Error, FileKind, FileName, Listing, Store, with_causes,
 };
 use cofolio_sys::cache::{self, FileMap};
 use hashbrown::HashTable;
@@ -25,6 +25,7 @@ use rustix::io::Errno;
 
 use super::Budget;
 use super::charges::Charges;
+use super::missed::Missed;
 use super::usage::ObjectId;
 use crate::cache::leave_cache;
 use crate::mount::open_dir;
@@ -116,9 +117,11 @@ pub(super) struct Index {
     free: Vec<u32>,
     /// Where the next [`Index::sample`] goes on.
     next: usize,
-    /// Objects that could not be looked at, in the last round and in this one so far, and trust
-    /// domains whose metadata could not be. Their figures are those of the last look.
-    unseen: (u64, u64),
+    /// Objects that could not be looked at in the last round, and trust domains whose metadata could
+    /// not be. Their figures are those of the last look.
+    unseen: Missed,
+    /// The same of this round so far.
+    missed: Missed,
 }
 
 impl IndexedDomain {
@@ -204,7 +207,8 @@ impl Index {
             by_digest: HashTable::new(),
             free: Vec::new(),
             next: 0,
-            unseen: (0, 0),
+            unseen: Missed::default(),
+            missed: Missed::default(),
         }
     }
 
@@ -446,13 +450,13 @@ impl Index {
 
     /// Objects that could not be looked at in the last round, and trust domains whose metadata
     /// could not be.
-    pub(super) fn unseen(&self) -> u64 {
-        self.unseen.0
+    pub(super) fn unseen(&self) -> &Missed {
+        &self.unseen
     }
 
     /// The next [`Index::sample`] begins a round, whatever is left of this one.
     pub(super) fn start_over(&mut self) {
-        (self.next, self.unseen.1) = (0, 0);
+        (self.next, self.missed) = (0, Missed::default());
     }
 
     /// Whether the next [`Index::sample`] begins a round.
@@ -503,25 +507,34 @@ impl Index {
                 }
             };
             let size = object.size;
-            let pages = match &file {
-                // It went meanwhile. Of a mount that went another one may show the same pages.
-                Err(error) if error.kind() == io::ErrorKind::NotFound && page_file.is_none() => {
-                    Some(0)
+            let looked = file.and_then(|file| {
+                let pages = match page_file {
+                    Some(_) => FileMap::new(&file, size)?.resident_pages()?,
+                    None => cache::resident_pages(&file, size)?,
+                };
+                Ok((Some(file), pages))
+            });
+            let (file, pages) = match looked {
+                Ok(found) => found,
+                Err(error) => {
+                    let domain = &self.domains[object.domain as usize].domain;
+                    self.missed.add(|| match (directory, domain.objects_dir()) {
+                        (Err(_), Some(path)) => format!("{}: {error}", path.display()),
+                        _ => format!("object {}: {error}", object.digest),
+                    });
+                    // A missing object has no pages. A missing directory says nothing of what was in
+                    // it, and of a mount that went another one may show the same pages.
+                    let is_missing = error.kind() == io::ErrorKind::NotFound;
+                    if !is_missing || directory.is_err() || page_file.is_some() {
+                        continue;
+                    }
+                    (None, 0)
                 }
-                Err(_) => None,
-                Ok(file) if page_file.is_some() => {
-                    FileMap::new(file, size).and_then(|map| map.resident_pages()).ok()
-                }
-                Ok(file) => cache::resident_pages(file, size).ok(),
-            };
-            let Some(pages) = pages else {
-                self.unseen.1 += 1;
-                continue;
             };
             let is_counted =
                 object.counted == charges.epoch && pages == u64::from(object.resident_pages);
             self.set_resident(id, pages, now);
-            if let (false, Ok(file)) = (is_counted, file)
+            if let (false, Some(file)) = (is_counted, file)
                 && let Ok(pages) = charges.commons_pages(file, size)
             {
                 let object = &mut self.objects[self.next - 1];
@@ -530,9 +543,14 @@ impl Index {
             }
         }
         self.next = 0;
-        let counted = self.domains.iter_mut().map(IndexedDomain::count_metadata);
-        let uncounted = counted.filter(Result::is_err).count() as u64;
-        self.unseen = (self.unseen.1 + uncounted, 0);
+        for known in &mut self.domains {
+            if let Err(error) = known.count_metadata() {
+                let name = known.domain.name();
+                self.missed
+                    .add(|| format!("images of trust domain {name}: {}", with_causes(&*error)));
+            }
+        }
+        self.unseen = std::mem::take(&mut self.missed);
         true
     }
 }

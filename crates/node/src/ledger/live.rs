@@ -14,6 +14,7 @@ use cofolio_sys::fanotify::{Event, Opens};
 use super::cgroup_ids::{self, CgroupIds};
 use super::charges::{COMMONS, Charges};
 use super::index::Index;
+use super::missed::Missed;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
@@ -95,8 +96,8 @@ pub struct Ledger {
     /// Files that hold the pages of objects in place of the store's, in this round.
     pub(super) page_files: HashMap<ObjectId, PathBuf>,
     /// Those that could not be read, of this round and of the last complete one.
-    unread: u64,
-    pub(super) unread_processes: u64,
+    unread: Missed,
+    pub(super) unread_processes: Missed,
     pub(super) of_processes: Rounds,
     pub(super) of_residency: Rounds,
     pub(super) unknown: Unknown,
@@ -128,8 +129,8 @@ impl Ledger {
             commons: COMMONS.to_owned(),
             charges: Charges::default(),
             page_files: HashMap::new(),
-            unread: 0,
-            unread_processes: 0,
+            unread: Missed::default(),
+            unread_processes: Missed::default(),
             of_processes: Rounds::default(),
             of_residency: Rounds::default(),
             unknown: Unknown::default(),
@@ -261,7 +262,7 @@ impl Ledger {
             let path = self.root.join("proc");
             self.round = processes::all(&self.root).map_err(LedgerError::io(path))?;
             self.of_processes.this = self.now();
-            self.unread = 0;
+            self.unread = Missed::default();
         }
         while let Some(pid) = self.round.pop() {
             self.look_at(pid);
@@ -272,7 +273,7 @@ impl Ledger {
         let is_complete = self.round.is_empty();
         if is_complete {
             self.of_processes.complete = self.of_processes.this;
-            self.unread_processes = self.unread;
+            self.unread_processes = std::mem::take(&mut self.unread);
             self.superblocks.round_is_complete();
         }
         Ok(is_complete)
@@ -286,15 +287,23 @@ impl Ledger {
             used.extend(found);
             found.is_some()
         });
-        let mut is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false);
+        let is_whole = superblocks.end_look(root, pid);
         if let Some(opens) = &self.opens {
             self.superblocks.mark_adopted(&self.root, opens);
         }
-        if !used.is_empty() {
-            is_whole &= self.note_mapped(pid, used);
-        }
-        if !is_whole {
-            self.unread += u64::from(processes::directory(&self.root, pid).exists());
+        let is_noted = used.is_empty() || self.note_mapped(pid, used);
+        let why = match read {
+            Ok(true) if is_whole && is_noted => return,
+            Err(error) => error.to_string(),
+            Ok(false) => "its list of mappings is too long".to_owned(),
+            Ok(true) if is_whole => {
+                "its cgroup is unknown, or there is no room for what it uses".to_owned()
+            }
+            Ok(true) => "too much to look at, or its mounts cannot be read".to_owned(),
+        };
+        // It may have ended.
+        if processes::directory(&self.root, pid).exists() {
+            self.unread.add(|| format!("process {pid}: {why}"));
         }
     }
 

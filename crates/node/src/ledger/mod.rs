@@ -24,6 +24,7 @@ mod charges;
 mod detail;
 mod index;
 mod live;
+mod missed;
 mod pagemap;
 mod pressure;
 mod processes;

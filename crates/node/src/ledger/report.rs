@@ -54,12 +54,16 @@ impl Ledger {
             images: self.image_accounts(&images, &totals, &users),
             containers: self.container_accounts(&totals, used_images),
             unknown: Unknown {
-                processes: self.unread_processes,
+                processes: self.unread_processes.count,
                 images: self.index.unreadable_images(),
-                objects: self.index.unseen(),
+                objects: self.index.unseen().count,
                 mounts: (self.superblocks.failed() + self.unmarked) as u64,
                 ..self.unknown
             },
+            warnings: [self.index.unseen(), &self.unread_processes]
+                .into_iter()
+                .flat_map(|missed| missed.why.clone())
+                .collect(),
         })
     }
 

@@ -7,7 +7,7 @@ use ratatui::text::{Line, Span};
 
 use super::app::{App, Screen, count};
 use super::rows::{Column, Row};
-use super::summary::{Totals, caveats, page_cache};
+use super::summary::{Totals, caveats, page_cache, warnings};
 
 /// Lines over the rows: title, totals, where we are, headers. And those below: caveats, keys.
 const ABOVE: u16 = 4;
@@ -77,7 +77,10 @@ fn lines<'a>(app: &'a App, area: Rect, color: bool) -> Vec<Line<'a>> {
     ];
     lines.extend(table(app.screen(), width, page(area)));
     lines.truncate(usize::from(area.height.saturating_sub(BELOW)));
-    lines.push(Line::raw(fit(&caveats(&app.report, app.now), width)));
+    let mut notes = caveats(&app.report, app.now);
+    // Behind what is unknown. There is room for one.
+    notes.splice(1..1, warnings(&app.report).take(1));
+    lines.push(Line::raw(fit(&notes, width)));
     let screen = app.screen();
     lines.push(match &app.error {
         _ if app.is_typing => Line::raw(cut(&format!("filter: {}_", screen.filter), width)),

@@ -24,7 +24,7 @@ use ratatui::crossterm::style::force_color_output;
 
 use self::app::{App, Effect};
 use self::rows::{Detail, View};
-use self::summary::{Totals, caveats, page_cache};
+use self::summary::{Totals, caveats, page_cache, warnings};
 use self::worker::{Ask, Worker};
 use crate::cmd::Outcome;
 use crate::cmd::source::Source;
@@ -109,6 +109,9 @@ fn print(context: &Context<'_>, title: &[&str], report: &Report) -> Outcome {
     let mut notes = caveats(report, cofolio_store::now());
     notes.extend(title.iter().map(|part| (*part).to_owned()));
     ui.line(ui.paint(Tone::Dim, &notes.join("  ")))?;
+    for warning in warnings(report) {
+        ui.line(ui.paint(Tone::Dim, &format!("unknown: {warning}")))?;
+    }
     Ok(Exit::Ok)
 }
 

@@ -3,7 +3,7 @@
 use cofolio_node::ledger::Report;
 
 use super::rows::duration;
-use crate::ui::human_size;
+use crate::ui::{human_size, printable};
 
 /// What all trust domains add up to, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -40,6 +40,11 @@ impl Totals {
 /// The page cache of the whole machine.
 pub(super) fn page_cache(report: &Report) -> String {
     format!("page cache {}", human_size(report.machine.page_cache_bytes))
+}
+
+/// Why it is unknown, for a terminal.
+pub(super) fn warnings(report: &Report) -> impl Iterator<Item = String> {
+    report.warnings.iter().map(|warning| printable(warning.as_bytes()))
 }
 
 /// What no account has, and how old the figures are at `now`.

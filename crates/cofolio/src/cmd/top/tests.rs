@@ -80,6 +80,7 @@ fn report() -> Report {
             container(3, None),
         ],
         unknown: Unknown { openers: 2, images: 1, ..Unknown::default() },
+        warnings: Vec::new(),
     }
 }
 
@@ -217,6 +218,16 @@ fn all_names_of_an_image() {
     assert_eq!(names(&app), ["nginx:1.27"]);
     let Effect::Load(view) = press(&mut app, KeyCode::Enter) else { panic!() };
     assert_eq!(view.title(), "nginx:1.27, web:latest");
+}
+
+/// What is unknown was a number without a reason.
+#[test]
+fn the_first_warning_is_shown() {
+    let mut app = app();
+    let warnings = vec!["process 7: \u{1b}no".to_owned(), "process 8: no".to_owned()];
+    app.take(Answer::Report(Box::new(Report { warnings, ..report() })));
+    let screen = drawn(&mut app, 80, 24);
+    assert!(screen.contains("unknown: openers 2, images 1  process 7: \\x1bno"), "{screen}");
 }
 
 /// Nothing is drawn outside, and nothing panics, however small the terminal is.

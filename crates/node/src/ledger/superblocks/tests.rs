@@ -295,6 +295,17 @@ impl Moved {
     }
 }
 
+/// A process that could not be read was counted, and nobody could tell which one it was, and why.
+#[test]
+fn processes_that_cannot_be_read_are_named() {
+    let mut moved = Moved::new(u64::MAX);
+    fs::create_dir_all(moved.made_up.root().join("proc/2/maps")).unwrap();
+    assert_eq!(moved.to("/a"), (1, 1));
+    let warnings = moved.ledger.report().unwrap().warnings;
+    let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(warning.starts_with("process 2: Is a directory"), "{warning}");
+}
+
 /// A process that was moved through thousands of cgroups of a container's own used its files in
 /// each, and the lists grew without a limit.
 #[test]
