@@ -93,7 +93,7 @@ export const imagesTable = new Table($("images-table"), {
   columns: [
     { id: "name", label: "Image", cell: imageCell, sort: (it) => it.names[0] || it.image },
     ...parts("Resident, and in no other image", "Resident, and in another image too"),
-    bytes("resident_bytes", "Resident", "In the page cache"),
+    bytes("resident_bytes", "Resident", "In the page cache, in whole pages"),
     bytes("used_bytes", "Used", "Used through this image"),
     bytes("saved_bytes", "Saved", "This image's part of what is saved"),
     bytes("metadata_bytes", "Metadata", "Resident pages of the metadata image"),

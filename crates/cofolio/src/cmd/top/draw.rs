@@ -31,7 +31,7 @@ const HELP: &[&str] = &[
     "p       pause",
     "q       end (so does Ctrl-C)",
     "",
-    "RESIDENT      bytes in the page cache",
+    "RESIDENT      bytes in the page cache, in whole pages",
     "USED          resident bytes that containers mapped or opened",
     "SHARED        of an image: named by another image too;",
     "              of a container: used by another container too",
