@@ -60,7 +60,7 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
         of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep,
-        of_commons, of_profile, of_run, of_ledger, of_daemon, of_client
+        of_commons, of_cgroup, of_profile, of_run, of_ledger, of_daemon, of_client
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -412,11 +412,26 @@ fn of_commons(error: &CommonsError) -> Classified {
     match error {
         CommonsError::Store(error) => of_store(error),
         CommonsError::Cancelled(_) => code(Exit::Interrupted),
-        CommonsError::Cgroup(CgroupError::NoMemoryController { .. }) => code(Exit::Missing),
+        CommonsError::Cgroup(error) => of_cgroup(error),
+        CommonsError::Limit { .. } => hint(
+            Exit::Failure,
+            "`cofolio warm --limit SIZE` or `[commons] limit` in the configuration sets another",
+        ),
         CommonsError::Ledger(LedgerError::NotMounted { .. }) => {
             hint(Exit::NotFound, "`cofolio mount` mounts it")
         }
         _ => code(Exit::Failure),
+    }
+}
+
+fn of_cgroup(error: &CgroupError) -> Classified {
+    match error {
+        CgroupError::NoMemoryController { .. } => code(Exit::Missing),
+        CgroupError::InUse { .. } => hint(
+            Exit::Busy,
+            "`cofolio reclaim --all --shared` drops pages that processes map; or set a larger limit",
+        ),
+        _ => CAUSE,
     }
 }
 

@@ -9,6 +9,7 @@ use std::{fs, io, thread};
 
 use serde::Serialize;
 
+use crate::config::Size;
 use crate::kernel_text;
 use crate::mount::{KernelMount, mountinfo};
 
@@ -31,6 +32,19 @@ pub enum CgroupError {
         path: PathBuf,
         /// What was expected and not found.
         what: String,
+    },
+    /// The kernel cannot free what a cgroup of version 1 holds beyond a smaller limit.
+    #[error(
+        "the limit cannot be lowered to {}: the kernel finds no more pages in {} to drop, since \
+         the rest are in use",
+        Size(*.limit_bytes),
+        .cgroup.display()
+    )]
+    InUse {
+        /// Its directory.
+        cgroup: PathBuf,
+        /// The limit in bytes that was asked for.
+        limit_bytes: u64,
     },
     /// The machine has no memory controller that this process can use.
     #[error("no memory cgroup: {reason}")]
@@ -252,10 +266,15 @@ impl Cgroup {
     /// Limits its memory to a number of bytes, which the kernel rounds down to whole pages.
     ///
     /// # Errors
-    /// [`CgroupError::Io`] when the kernel refuses.
+    /// [`CgroupError::InUse`], [`CgroupError::Io`] when the kernel refuses.
     pub fn limit(&self, bytes: u64) -> Result<()> {
         let path = self.limit_file();
-        fs::write(&path, bytes.to_string()).map_err(CgroupError::io(&path))
+        match fs::write(&path, bytes.to_string()) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                Err(CgroupError::InUse { cgroup: self.path.clone(), limit_bytes: bytes })
+            }
+            written => written.map_err(CgroupError::io(&path)),
+        }
     }
 
     /// The limit of its memory in bytes, if it has one.
@@ -273,6 +292,20 @@ impl Cgroup {
             Version::V1 => "memory.limit_in_bytes",
             Version::V2 => "memory.max",
         })
+    }
+
+    /// How many processes in it the kernel has killed because of its limit.
+    ///
+    /// # Errors
+    /// [`CgroupError::Io`]; [`CgroupError::Format`].
+    pub fn oom_kills(&self) -> Result<u64> {
+        let path = self.path.join(match self.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        });
+        let text = read_text(&path)?;
+        let what = || "has no line oom_kill".to_owned();
+        field(&text, "oom_kill").ok_or_else(|| CgroupError::Format { path, what: what() })
     }
 
     /// Whether its limit ever held a charge up.

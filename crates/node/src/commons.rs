@@ -10,9 +10,11 @@ use std::path::Path;
 
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{Digest, Domain, Error};
+use cofolio_sys::cache::page_size;
 use serde::Serialize;
 
 use crate::cgroup::{Cgroup, CgroupError, Hierarchy};
+use crate::config::{COMMONS_LIMIT_MIN, Size};
 use crate::ledger::LedgerError;
 use crate::mount::RunDir;
 use crate::page_files::{PageFiles, read_ahead};
@@ -20,11 +22,15 @@ use crate::profile::{self, Profile, ProfileFile};
 
 pub use crate::ledger::COMMONS as NAME;
 
-/// What reading ahead has done. Sizes are bytes.
+/// What reading ahead has done. Sizes are bytes of whole pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Warmed {
     /// Objects of the image, or of its profile.
     pub objects: u64,
+    /// Those of them that were read ahead to the end.
+    pub objects_read: u64,
+    /// The limit of the commons in bytes, if it ended the reading before the others.
+    pub stopped_at_limit_bytes: Option<u64>,
     /// Bytes of them that were to be read ahead.
     pub bytes: u64,
     /// What of them was resident before. It stays charged to whoever brought it in.
@@ -42,6 +48,16 @@ pub enum CommonsError {
     /// There is no memory cgroup, or it cannot be entered.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
+    /// The commons have a limit below [`COMMONS_LIMIT_MIN`].
+    #[error(
+        "the commons' limit of {} is too small for the process that reads ahead: it takes at least {}",
+        Size(*.limit_bytes),
+        COMMONS_LIMIT_MIN
+    )]
+    Limit {
+        /// The limit in bytes.
+        limit_bytes: u64,
+    },
     /// An object cannot be opened.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
@@ -53,6 +69,9 @@ pub enum CommonsError {
     Cancelled(#[from] Cancelled),
 }
 
+/// Room for the inode of an opened file and its name in the kernel, which has 1.3 KiB for those of ext4.
+const INODE_BYTES: u64 = 2048;
+
 /// The commons of this machine.
 #[derive(Debug)]
 pub struct Commons {
@@ -61,10 +80,10 @@ pub struct Commons {
 
 impl Commons {
     /// Makes the cgroup of that name, [`NAME`] for all but tests, if it is missing, and gives it a
-    /// limit if one is named.
+    /// limit if one is named, of at least [`COMMONS_LIMIT_MIN`].
     ///
     /// # Errors
-    /// [`CgroupError::NoMemoryController`], [`CgroupError::Io`].
+    /// [`CgroupError::NoMemoryController`], [`CgroupError::InUse`], [`CgroupError::Io`].
     pub fn open(name: &str, limit_bytes: Option<u64>) -> Result<Self, CgroupError> {
         let cgroup = Hierarchy::find(Path::new("/"))?.standing(name)?;
         if let Some(bytes) = limit_bytes {
@@ -73,10 +92,26 @@ impl Commons {
         Ok(Self { cgroup })
     }
 
+    /// The limit of all that they hold in bytes, if they have one.
+    ///
+    /// # Errors
+    /// [`CgroupError::Io`].
+    pub fn limit_bytes(&self) -> Result<Option<u64>, CgroupError> {
+        self.cgroup.limit_bytes()
+    }
+
+    /// How many processes in them the kernel has killed because of the limit.
+    ///
+    /// # Errors
+    /// [`CgroupError::Io`], [`CgroupError::Format`].
+    pub fn oom_kills(&self) -> Result<u64, CgroupError> {
+        self.cgroup.oom_kills()
+    }
+
     /// Reads an image's metadata and its objects ahead, or the parts of them that a profile of it
     /// names, charged to the commons: also the directories, if it is mounted. Meanwhile this whole
     /// process is in that cgroup. `run` is the run directory of the domain's store. The figures are
-    /// those of the objects.
+    /// those of the objects. Under a limit it stops where more would push out what it has read.
     ///
     /// # Errors
     /// [`CommonsError`]; what was read until then stays. With the backend `inode-share` the image has
@@ -89,14 +124,12 @@ impl Commons {
         profile: Option<&Profile>,
         task: &Task,
     ) -> Result<Warmed, CommonsError> {
-        let opened = PageFiles::of(domain, run, image)?;
-        let inside = self.cgroup.enter()?;
-        // Each container looks up other names: what it reads of the metadata first, it would be charged for.
-        for file in opened.metadata()? {
-            let Some(descriptor) = file.descriptor() else { continue };
-            read_ahead(descriptor, 0, file.size().unwrap_or_default());
+        let limit = self.limit_bytes()?;
+        if let Some(limit_bytes) = limit.filter(|bytes| *bytes < COMMONS_LIMIT_MIN.0) {
+            return Err(CommonsError::Limit { limit_bytes });
         }
-        opened.read_directories(run, &task.cancel)?;
+        let opened = PageFiles::of(domain, run, image)?;
+        // The list of a large image takes memory that is not to be charged to the commons.
         let whole;
         let files = match profile {
             Some(profile) => &profile.files,
@@ -107,21 +140,63 @@ impl Commons {
                 &whole
             }
         };
+        let inside = self.cgroup.enter()?;
+        // Each container looks up other names: what it reads of the metadata first, it would be charged for.
+        let mut metadata_bytes = 0;
+        for file in opened.metadata()? {
+            let Some(descriptor) = file.descriptor() else { continue };
+            let size = file.size().unwrap_or_default();
+            read_ahead(descriptor, 0, size);
+            metadata_bytes += size;
+        }
+        opened.read_directories(run, &task.cancel)?;
+        // The kernel makes room by dropping what is in the commons, of other images first.
+        let charge = self.cgroup.charge()?;
+        let fixed_bytes = charge.total.saturating_sub(charge.cache) + metadata_bytes;
+        let mut room = limit.map_or(u64::MAX, |limit| limit.saturating_sub(fixed_bytes));
         let mut warmed = Warmed { objects: files.len() as u64, ..Warmed::default() };
+        let mut tried = 0;
         for ProfileFile { object, ranges } in files {
             task.check()?;
-            warmed.resident_before_bytes += opened.resident_bytes(object, ranges)?;
-            let file = opened.open(object)?;
-            for (start, length) in ranges {
-                warmed.bytes += length;
-                read_ahead(&file, *start, *length);
+            room = room.saturating_sub(INODE_BYTES);
+            if room == 0 {
+                break;
             }
+            tried += 1;
+            let ranges = whole_pages(ranges);
+            warmed.resident_before_bytes += opened.resident_bytes(object, &ranges)?;
+            let file = opened.open(object)?;
+            let mut is_read = true;
+            for (start, length) in ranges {
+                let part = length.min(room);
+                read_ahead(&file, start, part);
+                room -= part;
+                is_read &= part == length;
+            }
+            warmed.objects_read += u64::from(is_read);
         }
         drop(inside);
-        for ProfileFile { object, ranges } in files {
-            warmed.resident_bytes += opened.resident_bytes(object, ranges)?;
+        for (number, ProfileFile { object, ranges }) in files.iter().enumerate() {
+            let ranges = whole_pages(ranges);
+            let resident_bytes = opened.resident_bytes(object, &ranges)?;
+            warmed.resident_bytes += resident_bytes;
+            warmed.bytes += ranges.iter().map(|(_, length)| length).sum::<u64>();
+            if number >= tried {
+                warmed.resident_before_bytes += resident_bytes;
+            }
         }
         warmed.commons_bytes = self.cgroup.charge()?.cache;
+        warmed.stopped_at_limit_bytes = limit.filter(|_| warmed.objects_read < warmed.objects);
         Ok(warmed)
     }
+}
+
+/// Ranges of a file, rounded to the pages that they are in: what is resident is whole pages.
+fn whole_pages(ranges: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    let page = page_size();
+    let rounded = ranges.iter().map(|(start, length)| {
+        let first = start - start % page;
+        (first, (start + length).div_ceil(page).saturating_mul(page) - first)
+    });
+    rounded.collect()
 }

@@ -34,6 +34,9 @@ pub const DEFAULT_PATH: &str = "/etc/cofolio/config.toml";
 pub const DOCUMENTED: &str = include_str!("../../../docs/config.toml");
 /// Largest file that is read, in bytes.
 const SIZE_MAX: u64 = 1 << 20;
+/// The least limit of the commons. The process that reads ahead is in them itself, and is charged for
+/// the kernel's inodes of what it opens. With 24,000 files the kernel killed it at 4 MiB.
+pub const COMMONS_LIMIT_MIN: Size = Size(16 << 20);
 
 /// All that a configuration file can say.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -113,7 +116,29 @@ pub struct Commons {
     /// What is read ahead when an image is mounted.
     pub warm: Warm,
     /// What the commons may hold, of all images together.
+    #[serde(deserialize_with = "limit")]
     pub limit: Option<Size>,
+}
+
+/// A limit of the commons, such as `4 GiB`: at least [`COMMONS_LIMIT_MIN`].
+///
+/// # Errors
+/// What is wrong with it, for a person.
+pub fn commons_limit(text: &str) -> Result<Size, String> {
+    let limit: Size = text.parse()?;
+    match limit >= COMMONS_LIMIT_MIN {
+        true => Ok(limit),
+        false => Err(format!(
+            "{limit} is too small: the process that reads ahead is charged to the commons, too, \
+             and takes at least {COMMONS_LIMIT_MIN}"
+        )),
+    }
+}
+
+fn limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Size>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let limit = commons_limit(&text);
+    limit.map(Some).map_err(|error| D::Error::custom(format!("commons.limit: {error}")))
 }
 
 /// What is read ahead when an image is mounted.
@@ -554,6 +579,18 @@ mod tests {
         }
         assert!(read("[daemon.reclaim]\npressure_percent = 100\n").is_ok());
         assert_eq!(wrong("[store\n").0, Some(1));
+    }
+
+    /// Under a limit of 0 to 512 KiB the kernel killed the process that read ahead.
+    #[test]
+    fn too_small_a_limit_of_the_commons_is_refused() {
+        for value in ["0 B", "64 KiB", "512K", "16777215"] {
+            let error = read(&format!("[commons]\nlimit = '{value}'\n")).unwrap_err().to_string();
+            assert!(error.starts_with("/etc/c.toml:2: commons.limit: "), "{error}");
+            assert!(error.ends_with("takes at least 16 MiB"), "{error}");
+        }
+        let config = read("[commons]\nlimit = '16 MiB'\n").unwrap();
+        assert_eq!(config.commons.limit, Some(COMMONS_LIMIT_MIN));
     }
 
     /// Numbers out of their range were taken for the nearest in it, and `nan` never granted time.

@@ -13,6 +13,7 @@ mod cache;
 mod live;
 
 use std::fs;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -22,8 +23,9 @@ use cofolio_image::import;
 use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{ImageContents, PackOptions, pack};
 use cofolio_image::source::Source;
-use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
+use cofolio_node::cgroup::{Cgroup, CgroupError, Hierarchy, Version};
 use cofolio_node::commons::{Commons, CommonsError, Warmed};
+use cofolio_node::config::COMMONS_LIMIT_MIN;
 use cofolio_node::ledger::{Ledger, LedgerError, ReclaimRequest, ReclaimTarget, Report};
 use cofolio_node::mount::{MountError, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::probe::{self, Presence};
@@ -32,6 +34,7 @@ use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Store};
 use live::{Holder, alone, cgroup, next_tick};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 const MIB: u64 = 1 << 20;
 /// As many programs map one library each, since a worker maps one file.
@@ -226,12 +229,57 @@ fn the_commons_pay_for_what_is_shared() {
     let (charge, pressed) = all.charged(test, small).unwrap();
     assert!((20 * MIB..25 * MIB).contains(&charge) && !pressed, "{charge}, {pressed}");
 
-    // The limit of the commons holds, and what is over it stays readable.
+    // The limit of the commons holds, and what is over it stays readable. To read all of it pushed out
+    // what had been read first.
     all.forget();
     let warmed = warm(&own.open(Some(40 * MIB)), None);
     assert!(warmed.commons_bytes <= 40 * MIB, "{warmed:?}");
+    assert_eq!((warmed.objects_read, warmed.stopped_at_limit_bytes), (1, Some(40 * MIB)));
     drop(all.start(None));
     all.forget();
+}
+
+/// The commons kept a limit of 64 KiB, and the kernel killed each process that read ahead.
+#[test]
+fn nothing_is_read_ahead_under_too_small_a_limit() {
+    let test = "nothing_is_read_ahead_under_too_small_a_limit";
+    let Some(_alone) = alone(test) else { return };
+    let Some(_) = cgroup(test, "c") else { return };
+    let all = Libraries::new(LIBRARIES, MIB / 4 + 1);
+    all.forget();
+    let own = Own::new();
+    let commons = own.open(None);
+    let cgroup = Hierarchy::find(Path::new("/")).unwrap().standing(&own.0).unwrap();
+    cgroup.limit(64 << 10).unwrap();
+    let error = all.warm(&commons, None).unwrap_err();
+    assert!(matches!(error, CommonsError::Limit { limit_bytes: 65536 }), "{error}");
+    let warmed = all.warm(&own.open(Some(COMMONS_LIMIT_MIN.0)), None).unwrap();
+    // Pages were compared with bytes: more was resident than there was.
+    assert_eq!(warmed.resident_bytes, warmed.bytes, "{warmed:?}");
+    assert_eq!((warmed.objects_read, warmed.stopped_at_limit_bytes), (5, None));
+    all.forget();
+}
+
+/// The kernel said "Device or resource busy", and nobody what was busy.
+#[test]
+fn a_limit_below_what_is_in_use_is_refused() {
+    let test = "a_limit_below_what_is_in_use_is_refused";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let inside = group.enter().unwrap();
+    let mut file = fs::File::from(memfd_create("pages", MemfdFlags::CLOEXEC).unwrap());
+    file.write_all(&[1; 8 << 20]).unwrap();
+    drop(inside);
+    let limited = group.limit(4 * MIB);
+    // Version 2 takes any limit, and swap would have room.
+    let has_swap = fs::read_to_string("/proc/swaps").is_ok_and(|text| text.lines().count() > 1);
+    match Hierarchy::find(Path::new("/")).unwrap().version() {
+        Version::V1 if !has_swap => {
+            let is_expected = matches!(limited, Err(CgroupError::InUse { limit_bytes, .. }) if limit_bytes == 4 * MIB);
+            assert!(is_expected, "{limited:?}");
+        }
+        _ => limited.unwrap(),
+    }
 }
 
 /// Under memory pressure the kernel takes the pages of the commons, and containers get what they ask

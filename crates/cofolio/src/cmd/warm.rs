@@ -1,13 +1,16 @@
-use std::process::Stdio;
+use std::io::{PipeWriter, Read as _, Write as _};
+use std::process::{Output, Stdio};
 
+use anyhow::Context as _;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use cofolio_node::commons::{self, Commons};
-use cofolio_node::config::{Size, Warm};
+use cofolio_node::commons::{self, Commons, Warmed};
+use cofolio_node::config::{Size, Warm, commons_limit};
 use cofolio_node::profile::Profile;
 use cofolio_store::{Digest, Domain};
+use cofolio_sys::process::{Fork, fork};
 
 use crate::cmd::Outcome;
-use crate::context::Context;
+use crate::context::{Context, Named};
 use crate::exit::Exit;
 use crate::ui::human_size;
 
@@ -30,9 +33,9 @@ pub(crate) struct Args {
     /// Read only what the image's profile names, in its order (`cofolio profile record` makes one)
     #[arg(long)]
     profile: bool,
-    /// What the commons may hold, of all images together; it stays until another is given [default: what `[commons]
-    /// limit` says]
-    #[arg(long, value_name = "SIZE")]
+    /// What the commons may hold, of all images together, at least 16 MiB; it stays until another is
+    /// given [default: what `[commons] limit` says]
+    #[arg(long, value_name = "SIZE", value_parser = commons_limit)]
     limit: Option<Size>,
 }
 
@@ -43,16 +46,59 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let images = images.collect::<anyhow::Result<Vec<_>>>()?;
     let limit = args.limit.or(context.config.config.commons.limit);
     let commons = Commons::open(commons::NAME, limit.map(|limit| limit.0))?;
+    let watcher = watch(&commons, context)?;
+    let done = warm(args, &domain, &commons, images, context);
+    if let Some(mut watcher) = watcher {
+        let _ = watcher.write_all(b".");
+    }
+    done
+}
+
+/// The kernel kills a process under too small a limit without a word. A process outside of the
+/// commons waits for this one's end and says so; a byte tells it that this one was not killed.
+fn watch(commons: &Commons, context: &Context<'_>) -> anyhow::Result<Option<PipeWriter>> {
+    let Some(limit) = commons.limit_bytes()? else { return Ok(None) };
+    let before = commons.oom_kills()?;
+    let (mut ended, writer) = std::io::pipe()?;
+    if let Fork::Parent(_) = fork().context("starting a process that watches this one")? {
+        return Ok(Some(writer));
+    }
+    drop(writer);
+    let is_killed = ended.read(&mut [0]).is_ok_and(|bytes| bytes == 0);
+    if is_killed && commons.oom_kills().is_ok_and(|kills| kills > before) {
+        let limit = human_size(limit);
+        context.ui.error(
+            &format!("the commons' limit of {limit} is too small for the process that reads ahead"),
+            Some("the kernel has killed it; `cofolio warm --limit SIZE` sets another limit"),
+        );
+    }
+    std::process::exit(0)
+}
+
+fn warm(
+    args: &Args,
+    domain: &Domain,
+    commons: &Commons,
+    images: Vec<Named>,
+    context: &Context<'_>,
+) -> Outcome {
     let run = context.run_dir_of(domain.store());
     let mut all = Vec::new();
     for image in images {
-        let profile = args.profile.then(|| Profile::read(&domain, &image.digest)).transpose()?;
+        let profile = args.profile.then(|| Profile::read(domain, &image.digest)).transpose()?;
         let warmed = context.work("reading ahead", "file", |task| {
-            commons.warm(&domain, &run, &image.digest, profile.as_ref(), task)
+            commons.warm(domain, &run, &image.digest, profile.as_ref(), task)
         })?;
         if !context.ui.json {
+            let stopped = warmed.stopped_at_limit_bytes.map_or_else(String::new, |limit| {
+                let Warmed { objects, objects_read, .. } = warmed;
+                let limit = human_size(limit);
+                format!(
+                    "; stopped at the commons' limit of {limit}: {objects_read} of {objects} files read"
+                )
+            });
             context.ui.note(format!(
-                "{}: {} of {} resident, {} of it before; the commons are charged for {}",
+                "{}: {} of {} resident, {} of it before; the commons are charged for {}{stopped}",
                 image.shown(),
                 human_size(warmed.resident_bytes),
                 human_size(warmed.bytes),
@@ -99,9 +145,33 @@ impl WarmArgs {
         }
         let why = match helper.output() {
             Ok(done) if done.status.success() => return,
-            Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
+            Ok(done) => reason(&done),
             Err(error) => error.to_string(),
         };
         context.ui.note(format!("the image is not read ahead: {why}"));
+    }
+}
+
+/// Why the process that reads ahead has failed. One that was killed says nothing.
+fn reason(done: &Output) -> String {
+    match String::from_utf8_lossy(&done.stderr).trim() {
+        "" => format!("its process ended with {}", done.status),
+        said => said.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// The kernel killed the process that read ahead, and the note ended with a colon.
+    #[test]
+    fn a_process_that_says_nothing_has_a_reason() {
+        let of = |script| reason(&Command::new("sh").args(["-c", script]).output().unwrap());
+        assert!(of("kill -9 $$").contains("signal: 9"));
+        assert!(of("exit 3").contains("exit status: 3"));
+        assert_eq!(of("echo why >&2; exit 3"), "why");
     }
 }

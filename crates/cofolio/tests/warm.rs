@@ -1,0 +1,86 @@
+//! The limit of the commons, which belong to the whole machine: one test at a time.
+
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cofolio_node::cgroup::{Cgroup, Hierarchy};
+use cofolio_node::commons;
+use common::Sandbox;
+
+/// The commons, and what their limit was.
+struct Limited {
+    commons: Cgroup,
+    before: Option<u64>,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Limited {
+    /// `None`, with a word about it, where there are no commons.
+    fn new(test: &str) -> Option<Self> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = Hierarchy::find(Path::new("/")).and_then(|it| it.standing(commons::NAME));
+        let commons = found.inspect_err(|reason| common::skip(test, &reason.to_string())).ok()?;
+        let before = commons.limit_bytes().unwrap();
+        Some(Self { commons, before, _alone })
+    }
+}
+
+impl Drop for Limited {
+    fn drop(&mut self) {
+        // The largest number of either version.
+        let _ = self.commons.limit(self.before.unwrap_or(i64::MAX as u64));
+    }
+}
+
+/// `warm --limit 64K` was kept, and then every `warm` was killed.
+#[test]
+fn too_small_a_limit_is_not_set() {
+    let Some(it) = Limited::new("too_small_a_limit_is_not_set") else { return };
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let config = sandbox.path("limit.toml");
+    fs::write(&config, "[commons]\nlimit = '64 KiB'\n").unwrap();
+    for size in ["0", "512K"] {
+        let ran = sandbox.run(&["warm", "--limit", size, "box:1"]);
+        ran.fails_with(2).refused("at least 16 MiB");
+    }
+    let ran = sandbox.run(&["--config", config.to_str().unwrap(), "warm", "box:1"]);
+    ran.fails_with(2).refused("at least 16 MiB");
+    assert_eq!(it.commons.limit_bytes().unwrap(), it.before);
+}
+
+/// The kernel killed the process that read ahead, and nobody said why.
+#[test]
+fn a_killed_process_is_explained() {
+    let Some(it) = Limited::new("a_killed_process_is_explained") else { return };
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    it.commons.limit(64 << 20).unwrap();
+    // Pages that the kernel cannot drop: those of a file in memory, without swap.
+    const PAGES: u64 = 20 << 20;
+    let shared = tempfile::tempfile_in("/dev/shm").unwrap();
+    let fill = "echo 0 > \"$0\" && head -c 20M /dev/zero";
+    let mut filled = Command::new("sh");
+    filled.args(["-c", fill]).arg(it.commons.procs()).stdout(shared.try_clone().unwrap());
+    assert!(filled.status().unwrap().success());
+    // No more than these has room. Version 1 takes no limit below what is in use.
+    let mut limit = it.commons.charge().unwrap().total;
+    while limit > PAGES && it.commons.limit(limit).is_ok() {
+        limit -= 4096;
+    }
+    let ran = sandbox.run(&["warm", "box:1"]);
+    let has_swap = fs::read_to_string("/proc/swaps").is_ok_and(|text| text.lines().count() > 1);
+    assert!(ran.code != 0 || has_swap);
+    assert!(
+        ran.code == 0 || ran.stderr.contains("MiB is too small for the process"),
+        "{}",
+        ran.stderr
+    );
+}
