@@ -84,6 +84,7 @@ pub fn mending(path: &str) -> &'static str {
         Some(StoreFile::Unnamed) => {
             "the image has no name, and what its last name said of it is lost: import it again"
         }
+        Some(StoreFile::Profile) => "`cofolio profile record IMAGE` makes another one",
         Some(StoreFile::Root) => "`cofolio gc` removes it, once what it was made for has ended",
         Some(StoreFile::Signature) => {
             "`cofolio sign` writes it again; without the file there is no such signature"
@@ -420,6 +421,7 @@ fn of_commons(error: &CommonsError) -> Classified {
         CommonsError::Ledger(LedgerError::NotMounted { .. }) => {
             hint(Exit::NotFound, "`cofolio mount` mounts it")
         }
+        CommonsError::Ledger(LedgerError::Store(error)) => of_store(error),
         _ => code(Exit::Failure),
     }
 }
@@ -437,7 +439,9 @@ fn of_cgroup(error: &CgroupError) -> Classified {
 
 fn of_profile(error: &ProfileError) -> Classified {
     match error {
-        ProfileError::Store(error) => of_store(error),
+        ProfileError::Store(error) | ProfileError::Ledger(LedgerError::Store(error)) => {
+            of_store(error)
+        }
         ProfileError::Container(error) => of_run(error),
         ProfileError::Mount(error) => of_mount(error),
         ProfileError::Cancelled(_) => code(Exit::Interrupted),
@@ -596,6 +600,7 @@ mod tests {
             assert_eq!(hint("layers/refs.dump.zst"), DAMAGED, "{domain}");
             assert!(hint("refs/a.json").contains("cofolio rm --force"), "{domain}");
             assert!(hint("roots/mount/a.json").contains("cofolio gc"), "{domain}");
+            assert!(hint("profiles/a").contains("cofolio profile record"), "{domain}");
             assert!(hint("segments/a.pack").contains("cofolio pack"), "{domain}");
             assert!(hint("domain.json").contains("cofolio backend"), "{domain}");
         }

@@ -19,7 +19,7 @@ use cofolio_erofs::read::{ReadError, Walked};
 use cofolio_image::compose::named_objects::open_image;
 use cofolio_image::pack::ImageContents;
 use cofolio_store::task::Cancel;
-use cofolio_store::{Digest, Domain, Error, StoredFile};
+use cofolio_store::{Digest, Domain, Error, FileKind, FileName, StoredFile};
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
 use rustix::fs::{Advice, Dir, Mode, OFlags, ResolveFlags, fadvise, openat2};
 
@@ -110,14 +110,20 @@ impl<'d> PageFiles<'d> {
     /// Opens the file of an object of the image.
     ///
     /// # Errors
-    /// [`LedgerError::Io`], for an object that the image does not have, too.
+    /// [`LedgerError::Store`] if the store has no such object; [`LedgerError::Io`], for an object that
+    /// the image does not have, too.
     pub(crate) fn open(&self, object: &Digest) -> Result<File, LedgerError> {
         let path = match &self.paths {
             Some(paths) => paths.get(object).cloned(),
             None => self.domain.object_path(object),
         };
         let path = path.unwrap_or_else(|| PathBuf::from(object.to_string()));
-        File::open(&path).map_err(LedgerError::io(path))
+        File::open(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound if self.paths.is_none() => {
+                Error::NoSuch(FileName::content(FileKind::Object, object)).into()
+            }
+            _ => LedgerError::io(path)(error),
+        })
     }
 
     /// Resident bytes of parts of an object, in whole pages: ascending offsets and lengths. For an

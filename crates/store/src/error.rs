@@ -242,6 +242,8 @@ pub enum StoreFile {
     Root,
     /// A signature of an image.
     Signature,
+    /// The profile of an image.
+    Profile,
     /// Content of this kind; of several kinds that share a directory, the first.
     Content(FileKind),
 }
@@ -258,6 +260,7 @@ impl StoreFile {
             UNNAMED => Some(Self::Unnamed),
             ROOTS => Some(Self::Root),
             "signatures" => Some(Self::Signature),
+            "profiles" => Some(Self::Profile),
             other => {
                 FileKind::ALL.into_iter().find(|kind| kind.directory() == other).map(Self::Content)
             }
