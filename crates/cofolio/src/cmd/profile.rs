@@ -40,6 +40,8 @@ enum Action {
         cofolio profile record redis:7.0.15 -- redis-server --version")]
     Record(RecordArgs),
     /// Say what the profile of an image has
+    ///
+    /// Of files with the same content it names one. With --json each has its digest and ranges, too.
     #[command(after_help = "Example:\n  cofolio profile show redis:7.0.15")]
     Show {
         /// Ref or first digits of a digest
@@ -67,8 +69,8 @@ struct RecordArgs {
     /// these are recorded since its start, if it can write and still runs at the end
     #[arg(long, conflicts_with = "container")]
     rw: bool,
-    /// End it after so many seconds
-    #[arg(long, short)]
+    /// End it after so many seconds, at least one
+    #[arg(long, short, value_parser = clap::value_parser!(u64).range(1..))]
     seconds: Option<u64>,
     /// The container's program and its arguments instead of the image's
     #[arg(last = true)]
@@ -82,12 +84,20 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         Action::Show { image } => {
             let image = context.image(&domain, image)?;
             let profile = Profile::read(&domain, &image.digest)?;
+            let paths = profile.paths(&domain)?;
+            let paths = profile.files.iter().map(|file| {
+                let path = paths.get(&file.object).map(|path| path.as_os_str().as_bytes());
+                printable(path.unwrap_or_default())
+            });
             if context.ui.json {
-                return context.ui.json(&profile);
+                let mut shown = serde_json::to_value(&profile)?;
+                let files = shown["files"].as_array_mut().into_iter().flatten();
+                files.zip(paths).for_each(|(file, path)| file["path"] = path.into());
+                return context.ui.json(&shown);
             }
-            for file in &profile.files {
+            for (file, path) in profile.files.iter().zip(paths) {
                 let bytes: u64 = file.ranges.iter().map(|(_, length)| length).sum();
-                context.ui.line(format!("{}  {}", file.object, human_size(bytes)))?;
+                context.ui.line(format!("{path}  {}", human_size(bytes)))?;
             }
             for dir in profile.written.iter().flatten() {
                 context.ui.line(format!("writes to {}", printable(dir.as_os_str().as_bytes())))?;

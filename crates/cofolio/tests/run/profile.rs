@@ -43,12 +43,20 @@ fn a_profile_has_what_a_start_opens() {
     machine.run(&[&script[..], &[waits]].concat()).ok();
     let found = recorded(&machine);
     assert!(found.contains(&text) && !found.contains(&group), "{found:?}");
-    // One that fails, or is ended at once, changes nothing.
+    // One that fails changes nothing. No second was taken for none at all, and 10 s went by.
     let failing = ["profile", "record", "box:1", "--", "sh", "-c", "cat /etc/group; exit 7"];
     machine.run(&failing).fails_with(1);
-    let _ = machine.run(&["profile", "record", "--seconds", "0", "box:1", "--", "sh", "-c", waits]);
+    machine.run(&["profile", "record", "--seconds", "0", "box:1"]).fails_with(2);
+    assert_eq!(recorded(&machine), found);
     machine.assert_clean();
     machine.run(&["profile", "record", "box:1", "--", "cat", "/bin/text"]).ok();
+    // It named digests only.
+    let shown = machine.run(&["profile", "show", "box:1"]);
+    assert!(shown.ok().contains("/bin/busybox  ") && shown.ok().contains("/bin/text  11 B\n"));
+    let shown = machine.run(&["profile", "show", "--json", "box:1"]).json();
+    let files = shown["files"].as_array().unwrap();
+    let file = files.iter().find(|file| file["path"] == "/bin/text").unwrap();
+    assert_eq!(file["object"], json!(text));
 
     // At a terminal Ctrl-C reaches the container as well. It was told to end, and has not failed.
     let waits = "trap 'exit 130' INT; cat /bin/text; sleep 1000 & wait";
@@ -83,6 +91,13 @@ fn a_profile_has_what_a_start_opens() {
     let image = image["image"].as_str().unwrap();
     let file = machine.path("store/domains/default/profiles").join(image);
     let content = fs::read_to_string(&file).unwrap();
+    // `fsck --repair`, which it named, mends none that is a link.
+    fs::rename(&file, machine.path("profile")).unwrap();
+    std::os::unix::fs::symlink(machine.path("profile"), &file).unwrap();
+    let ran = machine.run(&["profile", "show", "box:1"]);
+    ran.refused("`cofolio profile record IMAGE` makes another one");
+    machine.run(&["profile", "record", "box:1", "--", "cat", "/etc/group"]).ok();
+    assert!(recorded(&machine).contains(&group));
     fs::write(&file, content.replace(&group, &digest(b"foreign"))).unwrap();
     let ran = machine.run(&["profile", "show", "box:1"]);
     assert!(ran.stderr.contains("is damaged"), "{}", ran.stderr);
@@ -201,7 +216,10 @@ fn a_container_can_write_where_its_recorded_start_did() {
     // Of one that runs: where it has written so far, of what it can write to. Once its shell has
     // started the last program, it opens nothing.
     let record = ["profile", "record", "--container", "it", "--seconds", "1"];
-    until("it opens nothing", || (machine.run(&record).code == 1).then_some(()));
+    let ran = until("it opens nothing", || Some(machine.run(&record)).filter(|ran| ran.code == 1));
+    // It said that there was no profile.
+    assert!(ran.stderr.contains("one from before stays"), "{}", ran.stderr);
+    assert!(written().is_some());
     machine.run(&["stop", "--time", "0", "it"]);
 
     let script = "cat /etc/group; echo >/etc/x; while sleep 0.1; do cat /bin/text >/dev/null; done";

@@ -11,7 +11,7 @@
 pub mod fuzz;
 mod record;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 pub use self::record::{Subject, record};
 use crate::cache::leave_cache;
 use crate::container::RunError;
-use crate::ledger::{Budget, Ledger, LedgerError};
+use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
 use crate::mount::{MountError, RunDir, open_dir};
 use crate::page_files::{self, PageFiles};
 
@@ -81,7 +81,7 @@ pub enum ProfileError {
     #[error("the container failed ({0}), so there is no new profile")]
     Failed(ExitStatus),
     /// The recorded container opened nothing.
-    #[error("no file of the image was opened, so there is no profile")]
+    #[error("no file of the image was opened: no profile is written, and one from before stays")]
     Empty,
     /// The process that runs the container could not be started or waited for.
     #[error("starting the container, or waiting for it")]
@@ -155,6 +155,15 @@ impl Profile {
             problem: error.to_string(),
         };
         Ok(domain.put_profile(&self.image, &serde_json::to_vec(self).map_err(damaged)?)?)
+    }
+
+    /// Where its files are in the image, as absolute paths. Of files with the same content, one.
+    ///
+    /// # Errors
+    /// [`ProfileError::Ledger`] if the image cannot be read.
+    pub fn paths(&self, domain: &Domain) -> Result<HashMap<Digest, PathBuf>, ProfileError> {
+        let paths = paths_of_objects(domain, &self.image)?.into_iter();
+        Ok(paths.map(|(object, path)| (object, Path::new("/").join(path))).collect())
     }
 
     /// Bytes of all ranges.
