@@ -320,7 +320,7 @@ fn of_bundle(error: &BundleError) -> Classified {
         BundleError::NoCommand => hint(Exit::Usage, "say what to run, after `--`"),
         BundleError::MissingMountPoint(_) => hint(
             Exit::Failure,
-            "a writable root gets it: see --help; or add the directory to the image",
+            "a writable root gets it, and so does a directory of --writable above it: see --help; or add the directory to the image",
         ),
         BundleError::UnknownAccount { .. } => {
             hint(Exit::NotFound, "--user UID:GID takes numbers, which need no account")

@@ -54,6 +54,14 @@ fn what_a_container_sees() {
                       (echo x > /srv/new) 2>&- || echo refused; grep -c ' /tmp tmpfs ' /proc/mounts";
         let ran = machine.sh(runtime, &["--writable", "/etc", "--writable", "/tmp"], script);
         assert_eq!(ran.stdout, "x\nrefused\n0\n", "{runtime}: {}", ran.stderr);
+        // The runtime makes a mount point there, which was refused.
+        let below = format!("{}:/etc/made/here", shown.display());
+        let ran =
+            machine.sh(runtime, &["--writable", "/etc", "-v", &below], "cat /etc/made/here/file");
+        assert_eq!(ran.ok(), "of the host\n", "{runtime}");
+        let elsewhere = format!("{}:/bin/made", shown.display());
+        let ran = machine.sh(runtime, &["--writable", "/etc", "-v", &elsewhere], "true");
+        ran.fails_with(125).refused("no /bin/made to mount on");
         // With the host's network come the files that say how to use it, also where the image lacks them.
         for mode in ["--env=MODE=ro", "--rw"] {
             let script = "cat /etc/resolv.conf; tail -n 1 /etc/passwd; head -c 0 /etc/hosts";

@@ -237,7 +237,7 @@ pub struct Options {
 pub struct Bind {
     /// On the host; absolute.
     pub source: PathBuf,
-    /// Inside; absolute. A read-only root must have it.
+    /// Inside; absolute. A read-only root must have it, unless it is below a writable directory.
     pub target: String,
     /// Cannot be written to from inside, nor can what is mounted below it.
     pub readonly: bool,

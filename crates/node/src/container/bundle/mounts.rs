@@ -92,7 +92,9 @@ pub(super) fn mounts(
     }
     for bind in &options.binds {
         plain_path("volume", &bind.target)?;
-        if options.readonly && !root.exists(&bind.target) && !below_a_mount(&mounts, &bind.target) {
+        // The runtime makes missing ones where it can write.
+        let can_be_made = || below_a_mount(&mounts, &bind.target) || is_writable(&bind.target);
+        if options.readonly && !root.exists(&bind.target) && !can_be_made() {
             return Err(BundleError::MissingMountPoint(bind.target.clone()));
         }
         let mode = if bind.readonly { "ro,rro" } else { "rw" };

@@ -305,6 +305,28 @@ fn rootfs_of_redis() -> tempfile::TempDir {
     root
 }
 
+/// A directory of the host below a writable directory of a read-only root had to be in the image.
+#[test]
+fn a_mount_point_can_be_made_in_a_writable_directory() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    let make = |target: &str| {
+        let source = PathBuf::from("/srv");
+        let options = Options {
+            readonly: true,
+            writable_dirs: vec!["/etc".into()],
+            binds: vec![Bind { source, target: target.to_owned(), readonly: false }],
+            ..Options::default()
+        };
+        write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"))
+    };
+    make("/etc/made/here").unwrap();
+    for missing in ["/made", "/etcetera", "/data/made"] {
+        let error = make(missing).unwrap_err();
+        assert!(matches!(error, BundleError::MissingMountPoint(_)), "{missing}: {error}");
+    }
+    assert!(matches!(make("/etc/../made").unwrap_err(), BundleError::BadPath { .. }));
+}
+
 /// A container writes to its volume `/data`. When it left a link `sub` there, the next bundle with a volume
 /// `/data/sub` in the same directory followed that: the next container got a directory of the host's.
 #[test]
