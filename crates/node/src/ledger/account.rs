@@ -3,7 +3,9 @@
 //!
 //! A container *uses* an object if it mapped or opened it since the object was last seen without a
 //! resident page. Once its cgroup is removed it uses nothing, whatever stays resident of what it
-//! used. From the users of each object follow, in bytes of resident pages `r`:
+//! used. A cgroup below that of a container is a user of its own: the kernel does not say whether a
+//! cgroup is a container, a pod or a part of one. From the users of each object follow, in bytes of
+//! resident pages `r`:
 //!
 //! | figure | of an object that is used by `c` containers, through `i` images |
 //! |---|---|
@@ -150,7 +152,7 @@ pub struct ImageAccount {
 pub struct ContainerAccount {
     /// Path of its memory cgroup from the root of the hierarchy.
     pub cgroup: String,
-    /// Its name, if `cofolio run` started it.
+    /// Name of the container of `cofolio run` whose cgroup it is, or is below.
     pub name: Option<String>,
     /// The images that it used objects of, with their trust domains.
     pub images: Vec<UsedImage>,
