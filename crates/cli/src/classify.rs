@@ -273,7 +273,7 @@ fn of_mount(error: &MountError) -> Classified {
                 .into()
         }
         MountError::ReadOnlyStore(_) => {
-            "`mount --rw --upper DIR` keeps changes elsewhere; `run --volume DIR:PATH` gives a volume a directory of the host".into()
+            "`mount --upper DIR`, with --rw or --writable, keeps changes elsewhere; `run --volume DIR:PATH` gives a volume a directory of the host".into()
         }
         MountError::TargetMissing { .. } => {
             "--create makes the directory (its parent must exist)".into()

@@ -126,6 +126,19 @@ fn only_the_named_directories_are_writable() {
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
     let writable = sandbox.path("store/domains/default/writable");
     assert_eq!(fs::read_dir(writable).unwrap().count(), 0);
+    // What takes up kept changes was said to be --rw, with which all of the mount is writable.
+    let writable = ["mount", "--create", "--writable", "/etc", "box:1", &target];
+    sandbox.run(&[&writable[..], &["--keep"]].concat()).ok();
+    fs::write(sandbox.path("mnt/etc/new"), "new").unwrap();
+    let unmounted = sandbox.run(&["umount", "--json", &target]).json();
+    let kept = unmounted[0]["upper"].as_str().unwrap();
+    let listed = sandbox.run(&["mounts"]);
+    assert!(listed.stderr.contains("`mount --writable /etc --upper` takes"), "{}", listed.stderr);
+    sandbox.run(&[&writable[..], &["--upper", kept]].concat()).ok();
+    assert_eq!(fs::read(sandbox.path("mnt/etc/new")).unwrap(), b"new");
+    fs::write(sandbox.path("mnt/new"), "new").unwrap_err();
+    sandbox.run(&["umount", &target]).ok();
+    sandbox.run(&["umount", "--discard", kept]).ok();
     let missing = ["mount", "--create", "--writable", "/missing", "box:1", &target];
     sandbox.run(&missing).fails_with(2);
     let both = ["mount", "--create", "--rw", "--writable", "/etc", "box:1", &target];

@@ -133,13 +133,18 @@ fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
              `umount --discard` removes them",
             kept.dir.display()
         ),
-        Some(image) => format!(
-            "changes of {}, which was at {}, are kept in {}: `mount --rw --upper` takes them up, \
-             `umount --discard` removes them",
-            names.get(&image).cloned().unwrap_or_else(|| short(&image)),
-            printable(kept.target.as_os_str().as_bytes()),
-            kept.dir.display()
-        ),
+        Some(image) => {
+            let dirs = kept.writable_dirs.iter().map(|dir| dir.as_os_str().as_bytes());
+            let dirs: String = dirs.map(|dir| format!("--writable {} ", printable(dir))).collect();
+            let dirs = if dirs.is_empty() { "--rw " } else { &dirs };
+            format!(
+                "changes of {}, which was at {}, are kept in {}: `mount {dirs}--upper` takes \
+                 them up, `umount --discard` removes them",
+                names.get(&image).cloned().unwrap_or_else(|| short(&image)),
+                printable(kept.target.as_os_str().as_bytes()),
+                kept.dir.display()
+            )
+        }
     });
     let damaged = list.damaged.iter().map(|damaged| format!("damaged record: {damaged}"));
     let mut gone = list.mounts.iter().filter(|status| status.state == MountState::Gone);

@@ -85,6 +85,9 @@ pub struct KeptChanges {
     pub image: Option<Digest>,
     /// Where that was mounted.
     pub target: PathBuf,
+    /// The directories of the image that could be written to; none for all of it.
+    #[serde(default)]
+    pub writable_dirs: Vec<PathBuf>,
     boot_id: String,
 }
 
@@ -278,6 +281,7 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
         dir: PathBuf::new(),
         image: Some(record.image),
         target: record.target.clone(),
+        writable_dirs: record.upper.as_ref().map(|upper| upper.dirs.clone()).unwrap_or_default(),
         boot_id: record.boot_id.clone(),
     };
     let text = to_json(&path, &kept)?;
@@ -312,8 +316,13 @@ pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<KeptChanges>, Mo
     let dirs = list(&base)?.into_iter().filter(|name| !name.starts_with(GONE));
     let dirs = dirs.map(|name| base.join(name));
     let unused = dirs.filter(|dir| !inode(dir).is_some_and(|it| used.contains(&it)));
-    let unreadable =
-        |dir| KeptChanges { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
+    let unreadable = |dir| KeptChanges {
+        dir,
+        image: None,
+        target: PathBuf::new(),
+        writable_dirs: Vec::new(),
+        boot_id: String::new(),
+    };
     let kept = |dir: PathBuf| kept_in(&dir).unwrap_or_else(|_| Some(unreadable(dir)));
     Ok(unused.filter_map(kept).collect())
 }
