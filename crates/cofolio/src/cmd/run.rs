@@ -367,7 +367,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         idmap: args.userns.as_deref().map(str::parse).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
-        writable_dirs: args.writable.clone(),
+        writable_dirs: args.writable.iter().map(|dir| writable(dir)).collect::<Result<_, _>>()?,
         ..args.process.options(&args.args, image)?
     };
     Ok(Request {
@@ -382,6 +382,19 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         check: Check::None,
         runtime: runtime(args, context)?,
     })
+}
+
+/// What the container has of its own shows nothing of the image.
+fn writable(dir: &Path) -> Result<PathBuf, Fail> {
+    match ["/proc", "/sys", "/dev"].iter().any(|own| dir.starts_with(own)) {
+        false => Ok(dir.to_owned()),
+        true => {
+            let dir = dir.display();
+            Err(Fail::usage(format!(
+                "--writable {dir}: the container has a mount of its own there"
+            )))
+        }
+    }
 }
 
 fn bind(text: &str) -> anyhow::Result<Bind> {

@@ -54,6 +54,11 @@ fn what_a_container_sees() {
                       (echo x > /srv/new) 2>&- || echo refused; grep -c ' /tmp tmpfs ' /proc/mounts";
         let ran = machine.sh(runtime, &["--writable", "/etc", "--writable", "/tmp"], script);
         assert_eq!(ran.stdout, "x\nrefused\n0\n", "{runtime}: {}", ran.stderr);
+        // It had no effect.
+        for own in ["/proc", "/sys/fs", "/dev/"] {
+            let ran = machine.sh(runtime, &["--writable", own], "true");
+            ran.fails_with(2).refused("a mount of its own there");
+        }
         // The runtime makes a mount point there, which was refused.
         let below = format!("{}:/etc/made/here", shown.display());
         let ran =

@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2, readlinkat};
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
@@ -74,12 +75,27 @@ pub(super) fn below(dir: &Path) -> &Path {
 /// Opens a directory of the image, whose root is `root`.
 pub(super) fn open_in(root: impl AsFd, dir: &Path) -> Result<OwnedFd, MountError> {
     let name = below(dir).to_str().unwrap_or_default();
-    open_directory_below(root, name).map_err(|errno| match errno {
-        Errno::NOENT => problem_of(dir, "the image has no such directory"),
-        Errno::LOOP => problem_of(dir, "a symbolic link of the image is in the path"),
-        Errno::NOTDIR => problem_of(dir, "it is not a directory in the image"),
+    let problem = |errno| match (errno, link_at(&root, name)) {
+        (Errno::NOENT, _) => "the image has no such directory".to_owned(),
+        (Errno::LOOP | Errno::NOTDIR, Some(to)) => {
+            format!("it is a symbolic link in the image, to {to}: name the directory itself")
+        }
+        (Errno::LOOP, None) => "a symbolic link of the image is in the path".to_owned(),
+        (_, _) => "it is not a directory in the image".to_owned(),
+    };
+    open_directory_below(&root, name).map_err(|errno| match errno {
+        Errno::NOENT | Errno::LOOP | Errno::NOTDIR => problem_of(dir, problem(errno)),
         errno => refused(KernelError::new(format!("open {} of the image", dir.display()), errno)),
     })
+}
+
+/// Where a symbolic link of the image leads; `None` for anything else.
+fn link_at(root: impl AsFd, name: &str) -> Option<String> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let link = openat2(root, name, flags, Mode::empty(), resolve).ok()?;
+    let to = readlinkat(link, "", Vec::new()).ok()?;
+    Some(to.to_string_lossy().into_owned())
 }
 
 /// Puts clones of directories of the overlay `whole` over those of `root`; both are detached. False
@@ -179,4 +195,31 @@ fn user_of(
 pub(super) fn device_of(mount: &OwnedFd) -> Result<(u32, u32), MountError> {
     let device = rustix::fs::fstat(mount).at("look at", "overlay")?.st_dev;
     Ok((rustix::fs::major(device), rustix::fs::minor(device)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A link was called "not a directory", and nobody was told which directory to name.
+    #[test]
+    fn a_link_of_the_image_is_called_one() {
+        let image = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(image.path().join("usr/bin")).unwrap();
+        std::fs::write(image.path().join("file"), "").unwrap();
+        std::os::unix::fs::symlink("usr/bin", image.path().join("bin")).unwrap();
+        std::os::unix::fs::symlink("usr", image.path().join("all")).unwrap();
+        let root = std::fs::File::open(image.path()).unwrap();
+        let opened = |dir: &str| open_in(&root, Path::new(dir)).map_err(|error| error.to_string());
+        opened("/usr/bin").unwrap();
+        for (dir, problem) in [
+            ("/bin", "it is a symbolic link in the image, to usr/bin: "),
+            ("/all/bin", "a symbolic link of the image is in the path"),
+            ("/file", "it is not a directory in the image"),
+            ("/none", "the image has no such directory"),
+        ] {
+            let error = opened(dir).unwrap_err();
+            assert!(error.contains(problem), "{dir}: {error}");
+        }
+    }
 }
