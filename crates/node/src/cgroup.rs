@@ -166,7 +166,7 @@ impl Hierarchy {
     /// A cgroup at the top of the hierarchy that stays, if it exists.
     pub(crate) fn existing(&self, name: &str) -> Option<Cgroup> {
         let path = self.mount.join(name);
-        path.is_dir().then(|| Cgroup { version: self.version, path, stays: true })
+        path.is_dir().then(|| Cgroup { hierarchy: self.clone(), path, stays: true })
     }
 
     fn make(&self, name: &str, stays: bool) -> Result<Cgroup> {
@@ -185,7 +185,7 @@ impl Hierarchy {
             Err(error) if stays && error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.map_err(|error| refused(&path, error))?,
         }
-        Ok(Cgroup { version: self.version, path, stays })
+        Ok(Cgroup { hierarchy: self.clone(), path, stays })
     }
 
     /// The processes in a cgroup and in those below it. What vanishes meanwhile has none.
@@ -236,7 +236,7 @@ impl Hierarchy {
 /// [stays](Hierarchy::standing).
 #[derive(Debug)]
 pub struct Cgroup {
-    version: Version,
+    hierarchy: Hierarchy,
     path: PathBuf,
     stays: bool,
 }
@@ -255,10 +255,9 @@ impl Cgroup {
     pub fn enter(&self) -> Result<Inside> {
         let path = PathBuf::from("/proc/self/cgroup");
         let text = read_text(&path)?;
-        let home = path_in(&text, self.version)
+        let home = path_in(&text, self.hierarchy.version)
             .ok_or_else(|| CgroupError::Format { path, what: "has no memory cgroup".to_owned() })?;
-        let top = self.path.parent().unwrap_or(&self.path);
-        let back = top.join(home.trim_start_matches('/')).join("cgroup.procs");
+        let back = self.hierarchy.directory(home).join("cgroup.procs");
         fs::write(self.procs(), "0").map_err(CgroupError::io(self.procs()))?;
         Ok(Inside { back })
     }
@@ -288,7 +287,7 @@ impl Cgroup {
     }
 
     fn limit_file(&self) -> PathBuf {
-        self.path.join(match self.version {
+        self.path.join(match self.hierarchy.version {
             Version::V1 => "memory.limit_in_bytes",
             Version::V2 => "memory.max",
         })
@@ -313,13 +312,13 @@ impl Cgroup {
     /// # Errors
     /// [`CgroupError::Io`]; [`CgroupError::Format`].
     pub fn was_at_its_limit(&self) -> Result<bool> {
-        let file = match self.version {
+        let file = match self.hierarchy.version {
             Version::V1 => "memory.failcnt",
             Version::V2 => "memory.events",
         };
         let path = self.path.join(file);
         let text = read_text(&path)?;
-        let times = match self.version {
+        let times = match self.hierarchy.version {
             Version::V1 => text.trim().parse().ok(),
             Version::V2 => field(&text, "max"),
         };
@@ -332,7 +331,7 @@ impl Cgroup {
     /// # Errors
     /// [`CgroupError::Io`]; [`CgroupError::Format`] if a figure is missing that every kernel has.
     pub fn charge(&self) -> Result<Charge> {
-        read_charge(self.version, &self.path)
+        read_charge(self.hierarchy.version, &self.path)
     }
 }
 
