@@ -102,6 +102,7 @@ pub(super) struct IndexedDomain {
     /// Resident bytes of all metadata images and packs, also of bases, which are not in `images`
     /// unless they have a name.
     pub(super) metadata_bytes: u64,
+    counting: Option<MetadataCount>,
 }
 
 /// All trust domains of a store.
@@ -115,8 +116,9 @@ pub(super) struct Index {
     /// Slots of `objects`, by domain and digest.
     by_digest: HashTable<u32>,
     free: Vec<u32>,
-    /// Where the next [`Index::sample`] goes on.
+    /// The object and then the domain at which the next [`Index::sample`] goes on.
     next: usize,
+    next_domain: usize,
     /// Objects that could not be looked at in the last round, and trust domains whose metadata could
     /// not be. Their figures are those of the last look.
     unseen: Missed,
@@ -137,6 +139,7 @@ impl IndexedDomain {
             names: HashMap::new(),
             deltas: HashMap::new(),
             metadata_bytes: 0,
+            counting: None,
         }
     }
 
@@ -157,38 +160,63 @@ impl IndexedDomain {
         Ok(objects)
     }
 
-    /// Counts the resident pages of the files that images are mounted from. What was known stays if
-    /// one of them cannot be looked at.
-    fn count_metadata(&mut self) -> Result<(), BoxError> {
-        let resident = |name: &FileName| -> Result<u64, BoxError> {
-            let file = match self.domain.open_named(name) {
-                // It went meanwhile.
-                Err(Error::NoSuch(_)) => return Ok(0),
-                opened => opened?,
-            };
-            let Some(descriptor) = file.descriptor() else { return Ok(0) };
-            Ok(cache::resident_pages(descriptor, file.size()?)? * cache::page_size())
-        };
+    /// Counts the resident pages of the files that images are mounted from, beginning where the last
+    /// call ended, until all were counted or the budget is spent. Says whether all were. What was
+    /// known stays if one of them cannot be looked at.
+    fn count_metadata(&mut self, budget: &Budget) -> Result<bool, BoxError> {
+        let counting = self.counting.take();
         if self.is_removed {
             self.metadata_bytes = 0;
-            return Ok(());
+            return Ok(true);
         }
-        let mut by_image: HashMap<Digest, u64> = HashMap::new();
-        for kind in [FileKind::Image, FileKind::Pack] {
-            for name in self.domain.named(kind)? {
-                if let Some(image) = name.image() {
-                    *by_image.entry(image).or_default() += resident(&name)?;
-                }
+        let mut counting = match counting {
+            Some(counting) => counting,
+            None => MetadataCount::begin(&self.domain)?,
+        };
+        while let Some(name) = counting.left.pop() {
+            if let Some(image) = name.image() {
+                *counting.bytes.entry(image).or_default() += resident_bytes(&self.domain, &name)?;
+            }
+            if budget.is_spent() && !counting.left.is_empty() {
+                self.counting = Some(counting);
+                return Ok(false);
             }
         }
-        let bytes = |image: &Digest| by_image.get(image).copied().unwrap_or(0);
+        let bytes = |image: &Digest| counting.bytes.get(image).copied().unwrap_or(0);
         for (digest, image) in &mut self.images {
             let delta = self.deltas.get(digest).map_or(0, bytes);
             image.metadata_bytes = bytes(digest) + delta;
         }
-        self.metadata_bytes = by_image.values().sum();
-        Ok(())
+        self.metadata_bytes = counting.bytes.values().sum();
+        Ok(true)
     }
+}
+
+/// A count of metadata that goes on.
+#[derive(Debug)]
+struct MetadataCount {
+    /// Files that are still to be counted.
+    left: Vec<FileName>,
+    /// Resident bytes of the others, by image.
+    bytes: HashMap<Digest, u64>,
+}
+
+impl MetadataCount {
+    fn begin(domain: &Domain) -> Result<Self, Error> {
+        let mut left = domain.named(FileKind::Image)?;
+        left.extend(domain.named(FileKind::Pack)?);
+        Ok(Self { left, bytes: HashMap::new() })
+    }
+}
+
+/// Resident bytes of a file of a domain; 0 if it does not exist any more.
+fn resident_bytes(domain: &Domain, name: &FileName) -> Result<u64, BoxError> {
+    let file = match domain.open_named(name) {
+        Err(Error::NoSuch(_)) => return Ok(0),
+        opened => opened?,
+    };
+    let Some(descriptor) = file.descriptor() else { return Ok(0) };
+    Ok(cache::resident_pages(descriptor, file.size()?)? * cache::page_size())
 }
 
 fn hash(domain: u16, digest: &Digest) -> u64 {
@@ -207,6 +235,7 @@ impl Index {
             by_digest: HashTable::new(),
             free: Vec::new(),
             next: 0,
+            next_domain: 0,
             unseen: Missed::default(),
             missed: Missed::default(),
         }
@@ -456,17 +485,18 @@ impl Index {
 
     /// The next [`Index::sample`] begins a round, whatever is left of this one.
     pub(super) fn start_over(&mut self) {
-        (self.next, self.missed) = (0, Missed::default());
+        (self.next, self.next_domain, self.missed) = (0, 0, Missed::default());
+        self.domains.iter_mut().for_each(|it| it.counting = None);
     }
 
     /// Whether the next [`Index::sample`] begins a round.
     pub(super) fn is_at_start(&self) -> bool {
-        self.next == 0
+        (self.next, self.next_domain) == (0, 0)
     }
 
-    /// Looks how much of each object is resident, beginning where the last call ended, until all
-    /// were looked at once or the budget is spent. Says whether it came to the end of a round.
-    /// `page_files` are the files that hold the pages of objects in place of the store's.
+    /// Looks how much of each object and of metadata is resident, beginning where the last call
+    /// ended, until all was looked at once or the budget is spent: at one file at least. Says
+    /// whether it came to the end of a round. `page_files` are the files that hold the pages of objects in place of the store's.
     pub(super) fn sample(
         &mut self,
         now: u32,
@@ -479,12 +509,10 @@ impl Index {
             it.domain.objects_dir().map_or(Err(Errno::NOTSUP), |path| open_dir(&path))
         };
         let directories: Vec<rustix::io::Result<OwnedFd>> = self.domains.iter().map(open).collect();
-        for _ in 0..self.objects.len() {
-            if budget.is_spent() {
+        let first = self.next;
+        while self.next < self.objects.len() {
+            if self.next > first && budget.is_spent() {
                 return false;
-            }
-            if self.next >= self.objects.len() {
-                break;
             }
             let object = &self.objects[self.next];
             self.next += 1;
@@ -542,14 +570,19 @@ impl Index {
                 object.counted = charges.epoch;
             }
         }
-        self.next = 0;
-        for known in &mut self.domains {
-            if let Err(error) = known.count_metadata() {
-                let name = known.domain.name();
-                self.missed
-                    .add(|| format!("images of trust domain {name}: {}", with_causes(&*error)));
+        while let Some(known) = self.domains.get_mut(self.next_domain) {
+            match known.count_metadata(budget) {
+                Ok(false) => return false,
+                Ok(true) => {}
+                Err(error) => {
+                    let name = known.domain.name();
+                    let why = || format!("images of trust domain {name}: {}", with_causes(&*error));
+                    self.missed.add(why);
+                }
             }
+            self.next_domain += 1;
         }
+        (self.next, self.next_domain) = (0, 0);
         self.unseen = std::mem::take(&mut self.missed);
         true
     }

@@ -175,6 +175,27 @@ fn ages_are_those_of_the_oldest_look() {
     assert!(report.residency_age_seconds >= 1 && report.processes_age_seconds >= 1, "{report:?}");
 }
 
+/// The metadata of all images was looked at in one go: 52 ms of processor time with 10,000 images.
+#[test]
+fn a_look_at_metadata_is_divided() {
+    let Some(_alone) = alone("a_look_at_metadata_is_divided") else { return };
+    let pair = Pair::new();
+    for image in pair.images {
+        fs::read(pair.domain.image_path(&image).unwrap()).unwrap();
+    }
+    let mut ledger = pair.ledger();
+    ledger.refresh(&Budget::UNLIMITED).unwrap();
+    // Each call looks at one file at least. The third object and the first image come together.
+    let nothing = Budget::of(Duration::ZERO);
+    let calls = [(); 4].map(|()| ledger.sample_residency(&nothing));
+    assert_eq!(calls, [false, false, false, true]);
+    let divided = ledger.report().unwrap().domains;
+    ledger.sample_all().unwrap();
+    let whole = ledger.report().unwrap().domains;
+    assert!(whole[0].metadata_bytes > 0);
+    assert_eq!(divided[0].metadata_bytes, whole[0].metadata_bytes);
+}
+
 /// Of a mount that is writable in part, files are used through the shared mount and through the
 /// overlay of the writable directory, by mappings and by opens: all of it is the container's.
 #[test]
