@@ -426,6 +426,40 @@ fn slow_clients_hold_up_nobody() {
     assert_eq!(daemon.get("/v1/version").0, 200);
 }
 
+/// The daemon learned of a mount when it looked at all of them again, every ten seconds by default, and
+/// missed what a container had opened until then.
+#[test]
+fn what_a_container_opens_as_it_starts_is_seen() {
+    let test = "what_a_container_opens_as_it_starts_is_seen";
+    if !can_mount(test) {
+        return;
+    }
+    let name = format!("cofolio-{test}-{}", std::process::id());
+    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
+    let group = match made {
+        Ok(group) => group,
+        Err(reason) => return skip(test, &reason.to_string()),
+    };
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let target = sandbox.text("mnt");
+    let daemon = Daemon::start(&sandbox, &["--period", "3600"]);
+    daemon.sample();
+    let run = "echo 0 >\"$0\" && exec 3<\"$1\" && cat <&3 >/dev/null && echo opened && read x";
+    common::machine::until("an opened file of a new mount is seen", || {
+        sandbox.run(&["mount", "--create", "--rw", "tree", &target]).ok();
+        // The daemon's thread has to get a processor before the container opens the file.
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let mut opener = Command::new("sh");
+        opener.args(["-c", run]).arg(group.procs()).arg(format!("{target}/big"));
+        let opener = Killed::ready(opener.stdin(Stdio::piped()), "opened");
+        let report = daemon.sample();
+        drop(opener);
+        sandbox.run(&["umount", &target]).ok();
+        (!report["containers"].as_array().unwrap().is_empty()).then_some(())
+    });
+}
+
 /// A file that was opened keeps its mount busy for as long as it waits in fanotify's queue. A
 /// daemon that had used up its share of a processor left it there, and `cofolio umount` failed.
 #[test]

@@ -262,12 +262,13 @@ impl Worker {
         }
     }
 
-    /// Sleeps until there is a question, until a file was opened if there is processor time left
-    /// for it, or for a tick.
+    /// Sleeps until there is a question, until something was mounted or a file was opened if there
+    /// is processor time left for it, or for a tick.
     fn wait(&self, has_more: bool, may_work: bool) {
         let mut descriptors = vec![PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)];
-        let opens = self.ledger.opens().filter(|_| may_work);
-        descriptors.extend(opens.map(|opens| PollFd::from_borrowed_fd(opens, PollFlags::IN)));
+        let watched = self.ledger.opens().into_iter().chain(self.ledger.mount_events());
+        let watched = watched.filter(|_| may_work);
+        descriptors.extend(watched.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN)));
         let tick = match may_work {
             _ if has_more => Duration::ZERO,
             true => TICK,

@@ -18,7 +18,7 @@ use super::missed::Missed;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
-use super::superblocks::{Found, Superblocks};
+use super::superblocks::{Changes, Found, MountEvents, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown, processes};
 use crate::cgroup::{CgroupError, Hierarchy, Version};
@@ -86,6 +86,9 @@ pub struct Ledger {
     usage_shares: Option<Shares>,
     pub(super) pressure: Pressure,
     opens: Option<Opens>,
+    /// `None` while no opens are watched, or if the kernel has no room: then a new mount is seen with
+    /// the next refresh.
+    mount_events: Option<MountEvents>,
     pub(super) first_opens: Option<FirstOpens>,
     started: Instant,
     /// Processes of this round that are still to be looked at.
@@ -123,6 +126,7 @@ impl Ledger {
             usage_shares: None,
             pressure: Pressure::default(),
             opens: None,
+            mount_events: None,
             first_opens: None,
             started: Instant::now(),
             round: Vec::new(),
@@ -163,6 +167,10 @@ impl Ledger {
     /// [`LedgerError::Io`] where the kernel or the lack of privileges does not allow it.
     pub fn watch_opens(&mut self) -> Result<()> {
         let opens = Opens::new().map_err(LedgerError::io("fanotify"))?;
+        // The first mount would make the directory that is watched, too late to be seen.
+        let _ = self.run.prepare();
+        self.mount_events = MountEvents::new().ok();
+        self.watch_mounts();
         self.unmarked = self.superblocks.mark_all(&self.root, &opens, true);
         self.opens = Some(opens);
         Ok(())
@@ -171,14 +179,25 @@ impl Ledger {
     /// Drops the queue of opened files, and notes none until [`Ledger::watch_opens`]. For a caller
     /// that has no time for them: in the queue they would keep their mounts busy.
     pub fn drop_opens(&mut self) {
+        self.mount_events = None;
         if self.opens.take().is_some() {
             self.unknown.overflows += 1;
         }
     }
 
+    fn watch_mounts(&self) {
+        // What cannot be watched yet is with the next refresh.
+        self.mount_events.iter().for_each(|events| drop(events.watch(&self.run)));
+    }
+
     /// Becomes readable when [`Ledger::take_opens`] has something to do.
     pub fn opens(&self) -> Option<BorrowedFd<'_>> {
         self.opens.as_ref().map(Opens::descriptor)
+    }
+
+    /// Becomes readable when there are mounts for [`Ledger::take_opens`] to take up.
+    pub fn mount_events(&self) -> Option<BorrowedFd<'_>> {
+        self.mount_events.as_ref().map(MountEvents::descriptor)
     }
 
     /// [`TICKS_PER_SECOND`] since the ledger began, from 1.
@@ -200,14 +219,12 @@ impl Ledger {
     fn take_up(&mut self, budget: &Budget) -> (bool, Result<()>) {
         let now = self.now();
         let (is_complete, listed) = self.index.refresh(now, budget);
+        self.watch_mounts();
         let changes = self.superblocks.refresh(&self.run, &self.index);
         if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.find_ended(hierarchy);
         }
-        self.note_left_behind(&changes.removed);
-        for id in &changes.removed {
-            self.usage.remove_mount(*id);
-        }
+        self.forget_mounts(&changes);
         if let Some(opens) = &self.opens {
             self.unmarked = self.superblocks.mark_all(&self.root, opens, false);
         }
@@ -216,6 +233,13 @@ impl Ledger {
         }
         self.usage_shares = None;
         (is_complete, listed.map_err(LedgerError::from))
+    }
+
+    fn forget_mounts(&mut self, changes: &Changes) {
+        self.note_left_behind(&changes.removed);
+        for id in &changes.removed {
+            self.usage.remove_mount(*id);
+        }
     }
 
     /// Looks how much of the objects is resident. Says whether a round over all is complete.
@@ -289,7 +313,7 @@ impl Ledger {
         });
         let is_whole = superblocks.end_look(root, pid);
         if let Some(opens) = &self.opens {
-            self.superblocks.mark_adopted(&self.root, opens);
+            self.superblocks.mark_new(&self.root, opens);
         }
         let is_noted = used.is_empty() || self.note_mapped(pid, used);
         let why = match read {
@@ -357,7 +381,8 @@ impl Ledger {
         self.cgroups.number(path, inode)
     }
 
-    /// Takes note of the files that were opened: at most as many as the kernel's queue holds by default,
+    /// Takes up mounts that came, and drops those that went, as far as the budget goes. Then takes
+    /// note of the files that were opened: at most as many as the kernel's queue holds by default,
     /// since others may be opened as fast as these are read. What is left when the budget is spent stays
     /// in the queue.
     ///
@@ -365,9 +390,22 @@ impl Ledger {
     /// [`LedgerError::Io`] if the queue cannot be read.
     pub fn take_opens(&mut self, budget: &Budget) -> Result<()> {
         let Some(opens) = self.opens.take() else { return Ok(()) };
+        self.take_mounts(&opens, budget);
         let taken = self.take_from(&opens, budget);
         self.opens = Some(opens);
         taken
+    }
+
+    fn take_mounts(&mut self, opens: &Opens, budget: &Budget) {
+        let read = |events: &Option<MountEvents>| events.as_ref().map(MountEvents::read);
+        while let Some(ids) = read(&self.mount_events).filter(|ids| !ids.is_empty()) {
+            let changes = self.superblocks.follow(&ids, &self.run, &self.index);
+            self.forget_mounts(&changes);
+            self.superblocks.mark_new(&self.root, opens);
+            if budget.is_spent() {
+                break;
+            }
+        }
     }
 
     fn take_from(&mut self, opens: &Opens, budget: &Budget) -> Result<()> {

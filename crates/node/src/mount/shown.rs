@@ -120,25 +120,16 @@ impl RunDir {
         for domain in shared.names(&images) {
             for name in shared.names(&images.join(&domain)) {
                 let Ok(image) = name.parse::<Digest>() else { continue };
-                let directory = self.image_dir(&domain, &image);
-                for pin in [&directory, &directory.join(OWN)] {
-                    let views = pin.join("views");
-                    for view in shared.names(&views) {
-                        let path = views.join(view);
-                        shared.look_at(&domain, image, pin, path, Backend::Overlay);
-                    }
-                }
-                let pin = directory.join("pin.json");
-                match read_json::<PinRecord>(&pin) {
-                    Ok(Some(pin)) if pin.backend == Backend::InodeShare => {
-                        let path = directory.join("erofs");
-                        shared.look_at(&domain, image, &directory, path, Backend::InodeShare);
-                    }
-                    Ok(_) => {}
-                    Err(_) => shared.failed.push(directory.join("erofs")),
-                }
+                shared.look_at_image(self, &domain, image);
             }
         }
+        shared
+    }
+
+    /// Those of one image.
+    pub(crate) fn shared_superblocks_of(&self, domain: &str, image: Digest) -> SharedSuperblocks {
+        let mut shared = SharedSuperblocks::default();
+        shared.look_at_image(self, domain, image);
         shared
     }
 }
@@ -150,6 +141,25 @@ impl SharedSuperblocks {
             self.failed.push(path.to_owned());
             Vec::new()
         })
+    }
+
+    fn look_at_image(&mut self, run: &RunDir, domain: &str, image: Digest) {
+        let directory = run.image_dir(domain, &image);
+        for pin in [&directory, &directory.join(OWN)] {
+            let views = pin.join("views");
+            for view in self.names(&views) {
+                let path = views.join(view);
+                self.look_at(domain, image, pin, path, Backend::Overlay);
+            }
+        }
+        match read_json::<PinRecord>(&directory.join("pin.json")) {
+            Ok(Some(pin)) if pin.backend == Backend::InodeShare => {
+                let path = directory.join("erofs");
+                self.look_at(domain, image, &directory, path, Backend::InodeShare);
+            }
+            Ok(_) => {}
+            Err(_) => self.failed.push(directory.join("erofs")),
+        }
     }
 
     fn look_at(

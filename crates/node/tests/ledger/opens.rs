@@ -53,6 +53,29 @@ fn opened_files_count_and_changed_ones_do_not() {
     pair.umount(&two);
 }
 
+/// A new superblock was marked with the next refresh only, so the ledger missed what a container
+/// opened as it started: with the daemon's settings, for ten seconds.
+#[test]
+fn what_is_opened_right_after_a_mount_is_seen() {
+    let test = "what_is_opened_right_after_a_mount_is_seen";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let pair = Pair::new();
+    let Some(mut ledger) = watched(test, &pair) else { return };
+    // The superblocks of later ones get the device numbers of earlier ones.
+    for access in [Access::Writable, Access::ReadOnly, Access::ReadOnly, Access::Writable] {
+        let target = pair.mount(1, "m2", access.clone());
+        ledger.take_opens(&Budget::UNLIMITED).unwrap();
+        let opener = Holder::opener(&target.join("deep/own"), &group);
+        fs::read(target.join("deep/own")).unwrap();
+        assert_eq!(users(&mut ledger, &pair), [0, 0, 1], "{access:?}");
+        drop(opener);
+        pair.umount(&target);
+        ledger.take_opens(&Budget::UNLIMITED).unwrap();
+        pair.forget_all();
+    }
+}
+
 /// A program was mapped, and then written to: path and inode number stay. What it had been was
 /// remembered, so it counted as the object for ever.
 #[test]

@@ -123,7 +123,6 @@ impl Superblocks {
             is_marked: false,
         });
         let id = id_of(slot)?;
-        self.adopted.push(id);
         self.adopted_count += 1;
         self.note_proven(slot, layer, mapping);
         Some((id, object))

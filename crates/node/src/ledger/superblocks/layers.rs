@@ -56,27 +56,24 @@ impl Superblock {
 }
 
 impl Superblocks {
-    /// Learns the devices of layers of superblocks that are new.
-    pub(super) fn learn_devices(&mut self, index: &Index) {
-        for slot in 0..self.slots.len() {
-            let Some(superblock) = &mut self.slots[slot] else { continue };
-            // A superblock that was dropped only now may have had the number of a newer one's
-            // files.
-            for (device, _) in &superblock.layer_devices {
-                self.by_file_device.entry(*device).or_insert(slot);
-            }
-            if superblock.is_sampled {
-                continue;
-            }
-            // Tried again with the next refresh.
-            let Ok(devices) = superblock.sample(index) else { continue };
-            superblock.is_sampled = matches!(superblock.place, Place::Mounted(..));
-            let is_new = |(_, layer): &(Device, usize)| {
-                superblock.layer_devices.iter().all(|(_, known)| known != layer)
-            };
-            let new: Vec<_> = devices.into_iter().filter(is_new).collect();
-            new.into_iter().for_each(|(device, layer)| self.learn_device(slot, device, layer));
+    /// Learns the devices of the layers of a superblock, unless they are known.
+    pub(super) fn learn_devices(&mut self, slot: usize, index: &Index) {
+        let Some(superblock) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
+        // A superblock that was dropped only now may have had the number of a newer one's files.
+        for (device, _) in &superblock.layer_devices {
+            self.by_file_device.entry(*device).or_insert(slot);
         }
+        if superblock.is_sampled {
+            return;
+        }
+        // Tried again with the next refresh.
+        let Ok(devices) = superblock.sample(index) else { return };
+        superblock.is_sampled = matches!(superblock.place, Place::Mounted(..));
+        let is_new = |(_, layer): &(Device, usize)| {
+            superblock.layer_devices.iter().all(|(_, known)| known != layer)
+        };
+        let new: Vec<_> = devices.into_iter().filter(is_new).collect();
+        new.into_iter().for_each(|(device, layer)| self.learn_device(slot, device, layer));
     }
 
     pub(super) fn learn_device(&mut self, slot: usize, device: Device, layer: usize) {

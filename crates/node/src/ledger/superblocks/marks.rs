@@ -24,13 +24,13 @@ impl Superblocks {
                 failed += usize::from(!superblock.is_marked);
             }
         }
-        self.adopted.clear();
+        self.to_mark.clear();
         failed
     }
 
-    /// Notes the files that are opened on superblocks that were adopted since the last call.
-    pub(in super::super) fn mark_adopted(&mut self, root: &Path, opens: &Opens) {
-        for id in std::mem::take(&mut self.adopted) {
+    /// Notes the files that are opened on superblocks that are new since the last call.
+    pub(in super::super) fn mark_new(&mut self, root: &Path, opens: &Opens) {
+        for id in std::mem::take(&mut self.to_mark) {
             let superblock = self.slots.get_mut(id.0 as usize).and_then(Option::as_mut);
             if let Some(superblock) = superblock {
                 superblock.mark(root, opens, &mut self.namespaces);

@@ -15,13 +15,13 @@
 //! as it does in the kernel's own lists.
 //!
 //! The run directory shows most superblocks. Others are adopted through a process (see
-//! [`adopted`]): they exist in another mount namespace only, or were mounted since the last
-//! refresh.
+//! [`adopted`]): they exist in another mount namespace only, or could not be taken up yet.
 
 mod adopted;
 mod layers;
 mod look;
 mod marks;
+mod mount_events;
 mod namespaces;
 mod refresh;
 mod tables;
@@ -29,6 +29,8 @@ mod tables;
 mod tests;
 mod upper;
 
+pub(super) use self::mount_events::MountEvents;
+pub(super) use self::refresh::Changes;
 pub(crate) use self::tables::paths_of_objects;
 
 use std::collections::HashMap;
@@ -47,7 +49,7 @@ use rustix::fs::{AtFlags, CWD, StatxFlags};
 use self::adopted::Sighting;
 use self::look::Look;
 use self::namespaces::Namespaces;
-use self::refresh::{Changes, RunEntry};
+use self::refresh::RunEntry;
 use self::tables::{Inodes, Tables};
 use self::upper::Upper;
 use super::index::Index;
@@ -159,8 +161,8 @@ pub(super) struct Superblocks {
     namespaces: Namespaces,
     /// The look at a process that goes on.
     look: Look,
-    /// Adopted, and not marked yet.
-    adopted: Vec<MountId>,
+    /// Taken up or adopted, and not marked yet.
+    to_mark: Vec<MountId>,
     /// All that are adopted now.
     adopted_count: usize,
     /// Adopted ones through which nobody mapped anything in the last round.

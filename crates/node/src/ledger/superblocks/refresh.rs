@@ -11,9 +11,10 @@ use std::time::SystemTime;
 use super::super::index::Index;
 use super::super::processes::Device;
 use super::super::usage::MountId;
+use super::layers::open_directory;
 use super::tables::{Inodes, metadata_images};
 use super::{Place, Superblock, Superblocks, Upper, id_of};
-use crate::mount::{RunDir, ShownSuperblock};
+use crate::mount::{MountError, MountRecord, RunDir, ShownSuperblock};
 use crate::settings::Backend;
 
 /// What tells an entry of the run directory from an earlier one at its path.
@@ -23,6 +24,12 @@ pub(super) enum RunEntry {
     /// Inode number, and when that was changed: a record that replaces another may get the number
     /// of one before it.
     Record(u64, SystemTime),
+}
+
+impl RunEntry {
+    fn of_record(metadata: &fs::Metadata) -> io::Result<Self> {
+        Ok(Self::Record(metadata.ino(), metadata.modified()?))
+    }
 }
 
 /// What a refresh found.
@@ -39,6 +46,8 @@ impl Superblocks {
     /// What cannot be looked at, for want of descriptors for one, is not taken for gone: all that
     /// is known of its users would be lost, and their pages with it.
     pub(in super::super) fn refresh(&mut self, run: &RunDir, index: &Index) -> Changes {
+        // Without a queue of opened files nobody else empties it.
+        self.to_mark.clear();
         let shared = run.shared_superblocks();
         let mut failed = shared.failed;
         let directory = run.path().join("mounts");
@@ -68,25 +77,94 @@ impl Superblocks {
             if self.is_taken_up(&path, entry) {
                 continue;
             }
-            let looked = run.record(&id).and_then(|record| {
-                let Some(record) = record else { return Ok(None) };
-                Ok(Some((record.may_have_own_superblock(), record.own_superblock(run)?)))
+            let record = run.record(&id);
+            let taken = record.and_then(|it| {
+                self.take_up_record(it.as_ref(), &path, entry, run, index, &mut changes)
             });
-            match looked {
-                // It may come to its target later.
-                Ok(Some((true, None)) | None) => self.drop_entry(&path, &mut changes),
-                Ok(Some((_, own))) => {
-                    self.take_up(&path, entry, own.as_ref(), run, index, &mut changes);
-                }
-                Err(_) => failed.push(path),
+            if taken.is_err() {
+                failed.push(path);
             }
         }
-        self.learn_devices(index);
+        for slot in 0..self.slots.len() {
+            self.learn_devices(slot, index);
+        }
         self.failed = failed.len();
         self.tables.forget_unused();
         self.adopted_count =
             self.slots.iter().flatten().filter(|it| it.last_round().is_some()).count();
         changes
+    }
+
+    /// Takes up or drops at once what these records of mounts say. What cannot be taken up yet is
+    /// left to the next [`Superblocks::refresh`].
+    pub(in super::super) fn follow(
+        &mut self,
+        ids: &[String],
+        run: &RunDir,
+        index: &Index,
+    ) -> Changes {
+        let mut changes = Changes::default();
+        for id in ids {
+            let path = run.path().join("mounts").join(format!("{id}.json"));
+            match fs::symlink_metadata(&path).and_then(|it| RunEntry::of_record(&it)) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    self.drop_entry(&path, &mut changes);
+                }
+                Ok(entry) if !self.is_taken_up(&path, entry) => {
+                    let Ok(record) = run.record(id) else { continue };
+                    let record = record.as_ref();
+                    let _ = self.take_up_record(record, &path, entry, run, index, &mut changes);
+                    record
+                        .into_iter()
+                        .for_each(|it| self.follow_shared(it, run, index, &mut changes));
+                }
+                _ => {}
+            }
+        }
+        for id in self.to_mark.clone() {
+            self.learn_devices(id.0 as usize, index);
+        }
+        changes
+    }
+
+    /// Takes up the superblocks that a read-only mount shares with others.
+    fn follow_shared(
+        &mut self,
+        record: &MountRecord,
+        run: &RunDir,
+        index: &Index,
+        changes: &mut Changes,
+    ) {
+        if record.upper.as_ref().is_some_and(|upper| upper.dirs.is_empty()) {
+            return;
+        }
+        for shown in run.shared_superblocks_of(&record.domain, record.image).found {
+            let entry = RunEntry::Superblock(shown.device);
+            self.take_up(&shown.path, entry, Some(&shown), run, index, changes);
+            // Also a known one: its device number may have been reused.
+            let slot = self.entries.get(&shown.path).and_then(|(_, slot)| *slot);
+            self.to_mark.extend(slot.and_then(id_of));
+        }
+    }
+
+    fn take_up_record(
+        &mut self,
+        record: Option<&MountRecord>,
+        path: &Path,
+        entry: RunEntry,
+        run: &RunDir,
+        index: &Index,
+        changes: &mut Changes,
+    ) -> Result<(), MountError> {
+        let own = record.map(|it| it.own_superblock(run)).transpose()?.flatten();
+        match record {
+            Some(record) if own.is_some() || !record.may_have_own_superblock() => {
+                self.take_up(path, entry, own.as_ref(), run, index, changes);
+            }
+            // It may come to its target later.
+            _ => self.drop_entry(path, changes),
+        }
+        Ok(())
     }
 
     fn is_taken_up(&self, path: &Path, entry: RunEntry) -> bool {
@@ -129,6 +207,7 @@ impl Superblocks {
                     .unwrap_or_else(|| metadata_images(index, domain, &shown.image, shown.backend));
                 let layers = self.tables.layers(index, domain, &images, shown.backend);
                 let Some(layers) = layers else { return };
+                self.drop_ended(shown.device, changes);
                 let slot = self.hand_over(domain, shown, &layers, changes);
                 let Some(slot) = slot.or_else(|| self.add(domain, shown, layers)) else { return };
                 Some(slot)
@@ -136,6 +215,18 @@ impl Superblocks {
             None => None,
         };
         self.entries.insert(path.to_owned(), (entry, slot));
+    }
+
+    /// Drops the superblock with this device number, if it is not where it was mounted.
+    fn drop_ended(&mut self, device: Device, changes: &mut Changes) {
+        let Some(slot) = self.by_device.get(&device).copied() else { return };
+        let known = self.slots.get(slot).and_then(Option::as_ref);
+        let Some(Place::Mounted(path, _)) = known.map(|it| &it.place) else { return };
+        let found = open_directory(path, device);
+        if found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            self.entries.retain(|_, (_, taken)| *taken != Some(slot));
+            changes.removed.extend(self.remove(slot));
+        }
     }
 
     /// Fails for a device that is known: then a superblock that was not dropped yet had its number.
@@ -173,6 +264,7 @@ impl Superblocks {
         self.by_device.insert(superblock.device, slot);
         self.slots[slot] = Some(Superblock { serial: self.serial, ..superblock });
         self.serial += 1;
+        self.to_mark.extend(id_of(slot));
         slot
     }
 
@@ -206,7 +298,7 @@ fn records(directory: &Path) -> io::Result<Vec<(String, PathBuf, RunEntry)>> {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 metadata => metadata?,
             };
-            let found = RunEntry::Record(metadata.ino(), metadata.modified()?);
+            let found = RunEntry::of_record(&metadata)?;
             records.push((id.to_owned(), entry.path(), found));
         }
     }
