@@ -14,6 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cofolio_node::cgroup::Hierarchy;
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -97,12 +98,17 @@ impl Images {
     fn start(&self, variant: &str) -> Child {
         let mut command = self.command(&["--containers", "20000", "--variants", variant]);
         let mut child = command.spawn().unwrap();
-        wait_for(&mut child, || self.hierarchy.directory("cofolio-density-20").exists());
+        let container = self.dir.path().join("work/density").join(variant).join("20");
+        wait_for(&mut child, || container.exists());
         child
     }
 
+    /// Cgroups have the same names in each run, so a benchmark that another program started has to end
+    /// first: it has the lock.
     #[track_caller]
     fn assert_nothing_is_left(&self) {
+        let lock = fs::File::create("/run/cofolio-bench.lock").unwrap();
+        flock(&lock, FlockOperation::LockExclusive).unwrap();
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let here = self.dir.path().to_str().unwrap();
         let left: Vec<_> = mounts.lines().filter(|line| line.contains(here)).collect();
@@ -203,7 +209,12 @@ fn interrupted_short_lived_containers_leave_nothing() {
     let Some(images) = images("interrupted_short_lived_containers_leave_nothing") else { return };
     let mut child =
         images.benchmark("churn", &["--short-lived", "--containers", "10000"]).spawn().unwrap();
-    wait_for(&mut child, || images.hierarchy.directory("cofolio-churn-commons").exists());
+    // The commons are made before the first container.
+    let dir = images.dir.path().join("work/churn");
+    let is_container = |entry: fs::DirEntry| {
+        entry.file_name().to_str().is_some_and(|name| name.parse::<u32>().is_ok())
+    };
+    wait_for(&mut child, || fs::read_dir(&dir).into_iter().flatten().flatten().any(is_container));
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
     images.assert_nothing_is_left();
