@@ -164,23 +164,29 @@ impl Commons {
             }
             tried += 1;
             let ranges = whole_pages(ranges);
-            warmed.resident_before_bytes += opened.resident_bytes(object, &ranges)?;
             let file = opened.open(object)?;
+            let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
+            warmed.resident_before_bytes += resident_bytes;
+            // As most files are when an image is mounted again.
+            let is_resident = resident_bytes >= total(&ranges);
             let mut is_read = true;
             for (start, length) in ranges {
                 let part = length.min(room);
-                read_ahead(&file, start, part);
+                if !is_resident {
+                    read_ahead(&file, start, part);
+                }
                 room -= part;
                 is_read &= part == length;
             }
-            warmed.objects_read += u64::from(is_read);
+            warmed.objects_read += u64::from(is_read || is_resident);
         }
         drop(inside);
         for (number, ProfileFile { object, ranges }) in files.iter().enumerate() {
             let ranges = whole_pages(ranges);
-            let resident_bytes = opened.resident_bytes(object, &ranges)?;
+            let file = opened.open(object)?;
+            let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
             warmed.resident_bytes += resident_bytes;
-            warmed.bytes += ranges.iter().map(|(_, length)| length).sum::<u64>();
+            warmed.bytes += total(&ranges);
             if number >= tried {
                 warmed.resident_before_bytes += resident_bytes;
             }
@@ -189,6 +195,10 @@ impl Commons {
         warmed.stopped_at_limit_bytes = limit.filter(|_| warmed.objects_read < warmed.objects);
         Ok(warmed)
     }
+}
+
+fn total(ranges: &[(u64, u64)]) -> u64 {
+    ranges.iter().map(|(_, length)| length).sum()
 }
 
 /// Ranges of a file, rounded to the pages that they are in: what is resident is whole pages.

@@ -126,27 +126,27 @@ impl<'d> PageFiles<'d> {
         })
     }
 
-    /// Resident bytes of parts of an object, in whole pages: ascending offsets and lengths. For an
-    /// object of the store, pages that are still being read count; the mapping of another file shows
-    /// only what has been read.
+    /// Resident bytes of parts of an object's file, in whole pages: ascending offsets and lengths.
+    /// For an object of the store, pages that are still being read count; the mapping of another
+    /// file shows only what has been read.
     ///
     /// # Errors
-    /// Those of [`Self::open`]; [`LedgerError::Io`] where the kernel does not say.
+    /// [`LedgerError::Io`] where the kernel does not say.
     pub(crate) fn resident_bytes(
         &self,
+        file: &File,
         object: &Digest,
         ranges: &[(u64, u64)],
     ) -> Result<u64, LedgerError> {
-        let file = self.open(object)?;
         let of_mapping = || {
             let end = ranges.last().map_or(0, |(start, length)| start + length);
-            let found = resident_ranges(&file, end)?;
+            let found = resident_ranges(file, end)?;
             Ok(ranges.iter().map(|(start, length)| overlap(&found, *start, *length)).sum())
         };
         let of_file = || {
             // cachestat would take a length of 0 for the whole file.
             let parts = ranges.iter().filter(|(_, length)| *length > 0);
-            let pages = parts.map(|(start, length)| Ok(cachestat(&file, *start, *length)?.cached));
+            let pages = parts.map(|(start, length)| Ok(cachestat(file, *start, *length)?.cached));
             pages.sum::<io::Result<u64>>().map(|pages| pages * page_size())
         };
         let counted = match self.paths {
