@@ -298,7 +298,7 @@ impl Cgroup {
     /// # Errors
     /// [`CgroupError::Io`]; [`CgroupError::Format`].
     pub fn oom_kills(&self) -> Result<u64> {
-        let path = self.path.join(match self.version {
+        let path = self.path.join(match self.hierarchy.version {
             Version::V1 => "memory.oom_control",
             Version::V2 => "memory.events",
         });
