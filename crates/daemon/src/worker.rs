@@ -268,12 +268,13 @@ impl Worker {
         }
     }
 
-    /// Sleeps until there is a question, until something was mounted or a file was opened if there
-    /// is processor time left for it, or for a tick.
+    /// Sleeps until there is a question, until something was mounted, until a file was opened if
+    /// there is processor time left for it, or for a tick.
     fn wait(&self, has_more: bool, may_work: bool) {
         let mut descriptors = vec![PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)];
-        let watched = self.ledger.opens().into_iter().chain(self.ledger.mount_events());
-        let watched = watched.filter(|_| may_work);
+        // A container opens files at once, so its mount cannot wait for processor time.
+        let watched = self.ledger.opens().filter(|_| may_work).into_iter();
+        let watched = watched.chain(self.ledger.mount_events());
         descriptors.extend(watched.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN)));
         let tick = match may_work {
             _ if has_more => Duration::ZERO,
