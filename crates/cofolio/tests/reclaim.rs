@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
 use common::daemon::Daemon;
-use common::{Killed, Sandbox, can_mount, run_with_input};
+use common::{Killed, Sandbox, can_mount, cgroup, run_with_input};
 
 /// Against hanging only.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -26,12 +26,6 @@ const AT_ONCE: &str = "[daemon]\ncpu_percent = 100.0\n";
 fn path_of(group: &Cgroup) -> String {
     let procs = group.procs();
     format!("/{}", procs.parent().unwrap().file_name().unwrap().to_str().unwrap())
-}
-
-fn group(test: &str) -> Option<Cgroup> {
-    let name = format!("cofolio-{test}-{}", std::process::id());
-    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
-    made.inspect_err(|reason| common::skip(test, &reason.to_string())).ok()
 }
 
 /// A mounted image, and the object of its file of 25 pages: who reads that is no user.
@@ -58,7 +52,7 @@ fn by_command_and_by_daemon() {
     if !can_mount(test) {
         return;
     }
-    let Some(group) = group(test) else { return };
+    let Some(group) = cgroup(test) else { return };
     let sandbox = Sandbox::new();
     let (target, big) = mounted(&sandbox);
     let read = || assert_eq!(std::fs::read(&big).unwrap(), vec![b'x'; 100_000]);
@@ -155,7 +149,7 @@ fn a_daemon_relieves_a_container_at_its_limit() {
     if !can_mount(test) {
         return;
     }
-    let Some(group) = group(test) else { return };
+    let Some(group) = cgroup(test) else { return };
     let sandbox = Sandbox::new();
     let image = sandbox.import_tree("tree");
     let target = sandbox.text("mnt");
@@ -200,7 +194,7 @@ fn a_daemon_drops_what_is_left_behind() {
     if !can_mount(test) {
         return;
     }
-    let Some(group) = group(test) else { return };
+    let Some(group) = cgroup(test) else { return };
     let sandbox = Sandbox::new();
     let (target, big) = mounted(&sandbox);
     std::fs::read(&big).unwrap();

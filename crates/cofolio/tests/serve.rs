@@ -14,10 +14,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cofolio_node::cgroup::Hierarchy;
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, UsedImage};
 use common::daemon::{Daemon, request};
-use common::{Killed, Sandbox, can_mount, skip};
+use common::{Killed, Sandbox, can_mount, cgroup, skip};
 use serde_json::Value;
 
 /// Types by the path of a field, as `docs/API.md` writes both.
@@ -119,12 +118,7 @@ fn the_api_is_as_documented() {
     if !can_mount(test) {
         return;
     }
-    let name = format!("cofolio-{test}-{}", std::process::id());
-    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
-    let group = match made {
-        Ok(group) => group,
-        Err(reason) => return skip(test, &reason.to_string()),
-    };
+    let Some(group) = cgroup(test) else { return };
     let sandbox = Sandbox::new();
     let image = sandbox.import_tree("tree");
     let target = sandbox.text("mnt");
@@ -434,12 +428,7 @@ fn what_a_container_opens_as_it_starts_is_seen() {
     if !can_mount(test) {
         return;
     }
-    let name = format!("cofolio-{test}-{}", std::process::id());
-    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
-    let group = match made {
-        Ok(group) => group,
-        Err(reason) => return skip(test, &reason.to_string()),
-    };
+    let Some(group) = cgroup(test) else { return };
     let sandbox = Sandbox::new();
     sandbox.import_tree("tree");
     let target = sandbox.text("mnt");

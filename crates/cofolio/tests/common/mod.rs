@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
+use cofolio_node::cgroup::{Cgroup, Hierarchy};
 use rustix::fs::IFlags;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -64,6 +65,13 @@ pub(crate) fn can_mount(test: &str) -> bool {
         return false;
     }
     true
+}
+
+/// A memory cgroup for a test. `None`, with a word about it, where there are none.
+pub(crate) fn cgroup(test: &str) -> Option<Cgroup> {
+    let name = format!("cofolio-{test}-{}", std::process::id());
+    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
+    made.inspect_err(|reason| skip(test, &reason.to_string())).ok()
 }
 
 /// Whether this kernel has inode_share; says why not.

@@ -263,41 +263,46 @@ pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
     })
 }
 
-/// A copy of a mount that would stay without the mounts of the superblock `device` on it, if these
-/// were unmounted together with the mount itself.
+/// Adds to `ids` the copies of a mount, and of the mounts of the superblock `device` on it, that the
+/// kernel unmounts with them, in any mount namespace. Or says which copy would lose what is on it.
 ///
 /// The kernel takes what is mounted on a mount from its copies as well, as far as they exchange
 /// mount events. It takes the copy itself only where that is mounted at the same place, by such an
-/// exchange. A bind mount elsewhere, and the root of a container, stay.
-pub(super) fn copy_that_loses(
+/// exchange, and nothing else is mounted on it. A bind mount elsewhere, and the root of a container,
+/// stay.
+pub(super) fn add_copies(
     root: &Path,
     mounts: &[KernelMount],
     mount: &KernelMount,
     device: (u32, u32),
+    ids: &mut HashSet<u64>,
 ) -> Option<String> {
     if mount.groups.is_empty() {
         return None;
     }
     let place = place_of(mounts, mount);
-    let loses = |mounts: &[KernelMount]| -> Option<PathBuf> {
-        let mut copies = mounts
-            .iter()
-            .filter(|it| it.device == device)
-            .filter_map(|part| mounts.iter().find(|it| it.id == part.parent))
-            .filter(|it| it.id != mount.id && it.device == mount.device && !it.groups.is_empty());
-        let copy = copies.find(|copy| {
+    let mut add = |mounts: &[KernelMount]| -> Option<PathBuf> {
+        for part in mounts.iter().filter(|it| it.device == device) {
+            let Some(copy) = mounts.iter().find(|it| it.id == part.parent) else { continue };
+            if copy.device != mount.device || copy.groups.is_empty() || copy.id == mount.id {
+                continue;
+            }
             let found = place_of(mounts, copy);
-            found.is_none() || found != place
-        });
-        copy.map(|copy| copy.target.clone())
+            if found.is_none() || found != place {
+                return Some(copy.target.clone());
+            }
+            ids.extend([copy.id, part.id]);
+        }
+        let other = mounts.iter().find(|it| ids.contains(&it.parent) && !ids.contains(&it.id));
+        other.map(|other| other.target.clone())
     };
-    if let Some(path) = loses(mounts) {
-        return Some(format!("{} is a copy of it", path.display()));
+    if let Some(path) = add(mounts) {
+        return Some(format!("there is a copy of it at {}", path.display()));
     }
     let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
     let mut found = None;
     let is_shown = is_shown(root, own.into_iter().collect(), |task, mounts| {
-        found = loses(mounts).map(|path| (task.to_owned(), path));
+        found = add(mounts).map(|path| (task.to_owned(), path));
         found.is_some()
     });
     is_shown.then(|| match found {
@@ -313,11 +318,9 @@ fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<((u32, u32), 
     Some((below.device, below.root.join(mount.target.strip_prefix(&below.target).ok()?)))
 }
 
-/// A process of our mount namespace that uses one of these mounts: as its working directory, as its
-/// root, for its program or for an open file. A process that cannot be asked uses none.
+/// A process that uses one of these mounts: as a working directory, as a root, for its program or
+/// for an open file. A process that cannot be asked uses none.
 pub(super) fn process_on(root: &Path, mounts: &HashSet<u64>) -> Option<String> {
-    let proc = root.join("proc");
-    let ours = inode(&proc.join("thread-self/ns/mnt")).ok()?;
     let is_on = |path: PathBuf| {
         // A FUSE server is not asked: it need not answer.
         let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
@@ -325,16 +328,13 @@ pub(super) fn process_on(root: &Path, mounts: &HashSet<u64>) -> Option<String> {
         found.is_ok_and(|it| mounts.contains(&it.stx_mnt_id))
     };
     let uses = |process: &PathBuf| {
+        // All threads have the same program and, as a rule, the same files.
+        let files = numbers(&process.join("fd")).unwrap_or_default();
         let tasks = numbers(&process.join("task")).unwrap_or_default();
-        let is_ours = |task: &PathBuf| inode(&task.join("ns/mnt")).is_ok_and(|it| it == ours);
-        let mut tasks = tasks.into_iter().filter(is_ours).peekable();
-        // All threads have the same program, and as a rule the same files.
-        let files = tasks.peek().and_then(|task| numbers(&task.join("fd")).ok());
-        let program = tasks.peek().map(|task| task.join("exe"));
-        let mut all = files.into_iter().flatten().chain(program);
-        all.any(is_on) || tasks.any(|task| is_on(task.join("cwd")) || is_on(task.join("root")))
+        let places = tasks.iter().flat_map(|task| ["cwd", "root"].map(|name| task.join(name)));
+        files.into_iter().chain([process.join("exe")]).chain(places).any(is_on)
     };
-    numbers(&proc).ok()?.iter().find(|process| uses(process)).map(|process| named(process))
+    numbers(&root.join("proc")).ok()?.iter().find(|it| uses(it)).map(|it| named(it))
 }
 
 /// `process 123 (bash)`, from its directory in `/proc`.

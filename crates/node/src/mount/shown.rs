@@ -62,7 +62,7 @@ impl MountRecord {
         let inside = upper.dirs.first().map(|dir| sparse::below(dir).to_owned());
         let inside = inside.unwrap_or_default();
         let path = self.target.join(&inside);
-        // What is mounted over it may be a FUSE server, which need not answer.
+        // A FUSE server may be mounted over it, and need not answer.
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
         let found = rustix::fs::statx(CWD, &path, flags, StatxFlags::empty());
         let device = match found.map_err(io::Error::from) {

@@ -144,8 +144,8 @@ pub(super) fn assemble_at(
 /// without the others, and a process that is killed leaves all of them or none.
 ///
 /// The kernel does that without asking who uses them. So this asks first, for half a second, as
-/// there are passing users. Whoever comes after that keeps what it has opened, and an overlay that
-/// is in use keeps its changes.
+/// there are passing users. A process that comes after that keeps the files that it has opened, and
+/// an overlay that is in use keeps its changes.
 ///
 /// # Errors
 /// [`MountError::Busy`] says who uses it.
@@ -177,18 +177,16 @@ fn user_of(
     let parts = mounts.iter().filter(|it| {
         it.parent == mount.id && Some(it.device) == upper.device && targets.contains(&it.target)
     });
-    let ids: HashSet<u64> = parts.map(|it| it.id).chain([mount.id]).collect();
+    let mut ids: HashSet<u64> = parts.map(|it| it.id).chain([mount.id]).collect();
     let other = mounts.iter().find(|it| ids.contains(&it.parent) && !ids.contains(&it.id));
     if let Some(other) = other {
         return Ok(Some(format!("something is mounted at {}", other.target.display())));
     }
-    if let Some(user) = in_use::process_on(root, &ids) {
-        return Ok(Some(user));
-    }
     let own = mounts.iter().find(|it| it.id == mount.id);
-    Ok(own
+    let copy = own
         .zip(upper.device)
-        .and_then(|(own, device)| in_use::copy_that_loses(root, &mounts, own, device)))
+        .and_then(|(own, device)| in_use::add_copies(root, &mounts, own, device, &mut ids));
+    Ok(copy.or_else(|| in_use::process_on(root, &ids)))
 }
 
 /// Device number of a mount's superblock.

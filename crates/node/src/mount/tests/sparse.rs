@@ -194,13 +194,22 @@ fn copies_keep_their_writable_directories() {
     assert_eq!(fs::read(copy.join("sub/new")).unwrap(), b"new");
     end();
 
-    // What follows this namespace at the same place goes with the mount.
-    let (_root, end) = follower(&fixture.target("empty"), &fixture.target("other"));
+    // A copy at the same place, in a namespace that follows this one, goes with the mount unless it
+    // is in use.
+    let (root, end) = follower(&fixture.target("empty"), &fixture.target("other"));
+    let there = root.join(target.strip_prefix("/").unwrap());
+    for busy in ["small", "sub/new"] {
+        let held = fs::File::open(there.join(busy)).unwrap();
+        let error = mounter.umount(target, &UmountOptions::default()).unwrap_err();
+        assert!(matches!(error, MountError::Busy { .. }), "{busy}: {error}");
+        assert_eq!(fs::read(there.join("sub/new")).unwrap(), b"new", "{busy}");
+        drop(held);
+    }
     let unmounted = umount(&mounter, target);
     assert!(!unmounted.in_use, "{unmounted:?}");
     end();
 
-    // What follows nobody keeps everything.
+    // A copy that exchanges no events keeps everything.
     mounter.mount(&request).unwrap();
     fs::write(target.join("sub/new"), "new").unwrap();
     let user = in_use::user(in_use::Kind::Namespace, &fixture, target);
