@@ -190,6 +190,12 @@ function showStatus() {
     kind(objects, "unread object", "unread objects"), ", ",
     kind(files, "unread file", "unread files"), ", ",
     kind(mounts, "unwatched mount", "unwatched mounts"), ".");
+  const reasons = report.warnings.map((it) => el("li", { "data-foreign": "" }, harmless(it)));
+  $("warnings").hidden = !reasons.length;
+  // Only if they changed, so that they can be selected and copied.
+  const shown = [...$("warnings").querySelectorAll("li")];
+  const same = shown.length === reasons.length && shown.every((it, n) => it.isEqualNode(reasons[n]));
+  if (!same) $("warnings").querySelector("ul").replaceChildren(...reasons);
 }
 
 function showChart() {

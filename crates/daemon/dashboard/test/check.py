@@ -227,6 +227,8 @@ class Checks:
             )
         unknown = [node.attrs["data_count"] for node in root.one("unknown").find(data_count=True)]
         self.equal(f"{what}: unknown", unknown, [str(n) for n in report["unknown"].values()])
+        reasons = [node.text() for node in root.one("warnings").find(data_foreign=True)]
+        self.equal(f"{what}: warnings", reasons, [harmless(it) for it in report["warnings"]])
         points = [point["saved_bytes"] for point in data.history()["points"]]
         readout = [int(n.attrs["data_bytes"]) for n in root.one("readout").find(data_bytes=True)]
         self.equal(f"{what}: history", readout, [min(points), max(points)] if points else [])

@@ -132,6 +132,9 @@ class Fixture:
             files=0,
             mounts=3 if hostile else 0,
         )
+        self.warnings = ["process 4711: /proc/4711/maps: Permission denied"]
+        if hostile:
+            self.warnings += HOSTILE
         self.points = points
 
     def report(self):
@@ -163,6 +166,7 @@ class Fixture:
             images=self.images,
             containers=self.containers,
             unknown=self.unknown,
+            warnings=self.warnings,
         )
 
     def history(self):
