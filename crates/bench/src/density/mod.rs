@@ -120,6 +120,8 @@ pub(super) fn run(args: &Args) -> Outcome {
         stop: signals.cancel.clone(),
     };
     let wanted = if args.variants.is_empty() { &Variant::ALL[..] } else { &args.variants };
+    // Not measured: what the first processes of a machine bring in belongs to no variant.
+    bench.round(Variant::None, &mut *Variant::None.shape(&dir, &bench.images)?, &dir)?;
     let mut rounds = Vec::new();
     for round in 1..=args.rounds {
         for variant in wanted.iter().chain(&[Variant::None]) {
