@@ -21,8 +21,9 @@ use super::kernel::{self, KernelError, attach, clone_mount, open_directory_below
 use super::state::{MountNumbers, Upper};
 use super::{in_use, mountinfo};
 
-/// Each is a mount, and the kernel copies all of them for every mount namespace.
-const DIRS_MAX: usize = 64;
+/// How many directories of a mount can be writable. Each is a mount, and the kernel copies all of them for
+/// every mount namespace.
+pub(crate) const WRITABLE_DIRS_MAX: usize = 64;
 
 /// Checks the directories that a caller gave, and writes each in one way: `/var/lib`.
 pub(super) fn checked(dirs: &[PathBuf]) -> Result<Vec<PathBuf>, MountError> {
@@ -55,8 +56,8 @@ pub(super) fn checked(dirs: &[PathBuf]) -> Result<Vec<PathBuf>, MountError> {
         if let Some(other) = checked.iter().find(nested) {
             return refuse(format!("it and {} are nested", other.display()));
         }
-        if checked.len() == DIRS_MAX {
-            return refuse(format!("at most {DIRS_MAX} directories can be given"));
+        if checked.len() == WRITABLE_DIRS_MAX {
+            return refuse(format!("at most {WRITABLE_DIRS_MAX} directories can be given"));
         }
         checked.push(path);
     }

@@ -31,7 +31,7 @@ pub use self::record::{Subject, record};
 use crate::cache::leave_cache;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
-use crate::mount::{MountError, RunDir, open_dir};
+use crate::mount::{MountError, RunDir, WRITABLE_DIRS_MAX, open_dir};
 use crate::page_files::{self, PageFiles};
 
 /// The version that is written and read.
@@ -184,7 +184,8 @@ pub(crate) fn objects(domain: &Domain, image: &Digest) -> Result<BTreeMap<Digest
 
 /// The directories of an image that were written to, by the upper directory of an overlay over it:
 /// sorted absolute paths, none of which is in another one. A directory counts if it was changed
-/// itself, or if something in it was made, changed or removed.
+/// itself, or if something in it was made, changed or removed. Where there are more of them than a
+/// mount can have, the deepest ones give way to their parents.
 ///
 /// # Errors
 /// Those of reading the directory.
@@ -218,9 +219,25 @@ pub fn written_dirs(upper: &Path) -> io::Result<Vec<PathBuf>> {
             written.push(Path::new("/").join(dir));
         }
     }
-    written.sort();
-    written.dedup_by(|dir, before| dir.starts_with(before));
-    Ok(written)
+    Ok(merged(written, WRITABLE_DIRS_MAX))
+}
+
+/// At most so many directories that contain all of these, in order, none of them in another one. More
+/// if more directories of the root are needed.
+fn merged(mut dirs: Vec<PathBuf>, max: usize) -> Vec<PathBuf> {
+    loop {
+        dirs.sort();
+        dirs.dedup_by(|dir, before| dir.starts_with(before));
+        let depth = |dir: &PathBuf| dir.components().count();
+        let deepest = dirs.iter().map(depth).max().unwrap_or_default();
+        // The root and a directory in it are two components.
+        if dirs.len() <= max || deepest <= 2 {
+            return dirs;
+        }
+        dirs.iter_mut().filter(|dir| depth(dir) == deepest).for_each(|dir| {
+            dir.pop();
+        });
+    }
 }
 
 /// Opens a directory of the changes, through no symbolic link: a container makes what it likes there.
@@ -361,5 +378,18 @@ mod tests {
         assert!(right.check(&other, &sizes).is_err());
         assert!(right.check(&image, &BTreeMap::new()).is_err());
         assert!(Profile { version: 2, ..right }.check(&image, &sizes).is_err());
+    }
+
+    /// The profile of a start that wrote to 70 directories was recorded, and no mount could use it.
+    #[test]
+    fn a_profile_has_no_more_directories_than_a_mount_can_have() {
+        let dirs = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
+        let many = dirs(&["/var/log/a/1", "/var/log/a/2", "/var/log/b", "/var/cache", "/etc/x/y"]);
+        assert_eq!(merged(many.clone(), 5).len(), 5);
+        let some = dirs(&["/etc/x/y", "/var/cache", "/var/log/a", "/var/log/b"]);
+        assert_eq!(merged(many.clone(), 4), some);
+        assert_eq!(merged(many.clone(), 3), dirs(&["/etc/x", "/var/cache", "/var/log"]));
+        assert_eq!(merged(many.clone(), 2), dirs(&["/etc", "/var"]));
+        assert_eq!(merged(many, 1), dirs(&["/etc", "/var"]));
     }
 }
