@@ -68,6 +68,7 @@ use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions, Unmounted};
 pub(crate) use shown::ShownSuperblock;
+pub(crate) use sparse::WRITABLE_DIRS_MAX;
 pub use state::{MountNumbers, MountPhase, MountRecord, PinRecord, RunDir, Upper};
 pub use upper::KeptChanges;
 pub(crate) use upper::{open_own, writable_dir};
@@ -400,6 +401,9 @@ impl<'a> Mounter<'a> {
             limit::put_away(&upper.dir)?;
         }
         let mount = made?;
+        if open.volatile && !upper.given {
+            upper::forget_volatile(&open.work, &upper.dir)?;
+        }
         let attr = MountAttr { set: flags, ..MountAttr::default() };
         cofolio_sys::mount::mount_setattr(&mount, &attr)
             .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;

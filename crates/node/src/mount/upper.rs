@@ -33,6 +33,9 @@ use crate::links;
 /// Beside `upper`: this directory is to stay.
 const KEEP: &str = "keep";
 const KEEP_NEW: &str = "keep.new";
+/// In the work directory: the changes may be torn if the machine stops. overlayfs makes it for a
+/// `volatile` overlay, and makes no other one while it is there.
+const VOLATILE: &str = "work/incompat/volatile";
 /// Prefix of what is being removed.
 const GONE: &str = "gone-";
 
@@ -134,7 +137,7 @@ pub(crate) fn claim_given(
         let by = "an earlier mount, still in use elsewhere,".to_owned();
         return Err(MountError::UpperInUse { dir, by });
     }
-    if dir.join("work/work/incompat/volatile").exists() {
+    if dir.join("work").join(VOLATILE).exists() {
         if kept.is_none_or(|kept| kept.boot_id != boot_id) {
             return Err(problem(
                 "the machine stopped before the changes were on the disk, so files in it may be \
@@ -273,9 +276,25 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
     rustix::fs::futimens(&target, &times).at("set the time of", to)
 }
 
+/// Makes again what [`forget_volatile`] removed, and on the disk: the changes are to stay, and are not
+/// there yet.
+fn mark_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
+    let Some(work) = open_below(base, dir, "work")? else { return Ok(()) };
+    let mut parent = open_below(&work, dir, "work")?.ok_or(Errno::NOENT).at("open", dir)?;
+    for name in ["incompat", "volatile"] {
+        let (made, _) = make_below(&parent, dir, name)?;
+        rustix::fs::fsync(reopen(parent).at("open", dir)?).at("sync", dir)?;
+        parent = made;
+    }
+    Ok(())
+}
+
 /// From now on the directory stays, whatever happens. The file is replaced as a whole or stays as it is. Says whether
 /// there was none.
 pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, MountError> {
+    if let Some(upper) = record.upper.as_ref().filter(|upper| !upper.keep) {
+        mark_volatile(dir, &upper.dir)?;
+    }
     let path = record.upper.as_ref().map_or(Path::new(KEEP), |upper| &upper.dir).join(KEEP);
     let kept = KeptChanges {
         dir: PathBuf::new(),
@@ -341,6 +360,23 @@ pub(crate) fn disk_bytes(dir: &Path) -> u64 {
         }
     }
     blocks * 512
+}
+
+/// Removes [`VOLATILE`] and its two neighbours. Changes that go with their mount need no such mark, and
+/// its three inodes would stay in memory.
+pub(crate) fn forget_volatile(work: &OwnedFd, dir: &Path) -> Result<(), MountError> {
+    let parts = [
+        ("work/incompat/volatile/dirty", AtFlags::empty()),
+        (VOLATILE, AtFlags::REMOVEDIR),
+        ("work/incompat", AtFlags::REMOVEDIR),
+    ];
+    for (name, flags) in parts {
+        match unlinkat(work, name, flags) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno).at("remove", dir.join("work").join(name)),
+        }
+    }
+    Ok(())
 }
 
 /// Prepares a directory that was mounted `volatile` for a mount of its own: syncs its content and
