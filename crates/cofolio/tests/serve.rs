@@ -476,6 +476,39 @@ fn a_daemon_without_time_keeps_no_mount_busy() {
     }
 }
 
+/// A container that opened some thousand files a second took all the time that the ledger had. No look
+/// at processes and objects came to its end, and `top` showed the figures of before for all containers.
+#[test]
+fn figures_are_taken_while_a_container_opens_files_all_the_time() {
+    if !can_mount("figures_are_taken_while_a_container_opens_files_all_the_time") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let tree = sandbox.path("many");
+    std::fs::create_dir(&tree).unwrap();
+    for number in 0..300 {
+        std::fs::write(tree.join(number.to_string()), "x").unwrap();
+    }
+    sandbox.run(&["import", "--name", "many", tree.to_str().unwrap()]).ok();
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "many", &target]).ok();
+    let daemon = Daemon::start(&sandbox, &["--period", "1"]);
+    daemon.sample();
+    // Opens of one file are one event, as long as it waits in the queue.
+    let opens = "while :; do for file in \"$0\"/*; do : <\"$file\"; done; done";
+    let opener = Killed::start(Command::new("sh").args(["-c", opens, &target]));
+    let overflows = || daemon.json("/v1/report")["unknown"]["overflows"].as_u64();
+    common::machine::until("far too many files are opened", || overflows().filter(|it| *it > 0));
+    for _ in 0..3 {
+        let time = || daemon.json("/v1/report")["time"].clone();
+        let before = time();
+        common::machine::until("new figures", || (time() != before).then_some(()));
+    }
+    drop(opener);
+    drop(daemon);
+    sandbox.run(&["umount", &target]).ok();
+}
+
 /// Imports an image. Gives the path of a list of its files, which is 4 MB.
 fn large_answer(sandbox: &Sandbox) -> String {
     let tree = sandbox.path("many");

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cofolio_node::ledger::{DomainAccount, ImageAccount, Report};
 use hyper::StatusCode;
@@ -46,7 +47,8 @@ impl Metrics {
         let upkeep = *self.upkeep.lock().unwrap_or_else(PoisonError::into_inner);
         let period = published.period_seconds().try_into().unwrap_or(i64::MAX);
         let (report, costs) = (published.report(), published.costs());
-        let figures = Figures { report, costs, upkeep, period };
+        let figures =
+            Figures { report, costs, ledger_time: published.ledger_time(), upkeep, period };
         registry.register_collector(Box::new(figures));
         let mut text = String::new();
         // Writing to a string does not fail.
@@ -59,6 +61,7 @@ impl Metrics {
 struct Figures {
     report: Arc<Encoded>,
     costs: Costs,
+    ledger_time: Duration,
     upkeep: Done,
     period: i64,
 }
@@ -212,7 +215,7 @@ impl Figures {
         let reclaimed = ConstCounter::new(self.costs.reclaimed_bytes);
         let help = "Page cache that the daemon has freed by itself";
         single(encoder, "reclaimed", help, Some(&Unit::Bytes), &reclaimed)?;
-        let seconds = ConstCounter::new(self.costs.ledger.as_secs_f64());
+        let seconds = ConstCounter::new(self.ledger_time.as_secs_f64());
         let help = "Processor time of the ledger's thread";
         single(encoder, "ledger_cpu", help, Some(&Unit::Seconds), &seconds)
     }

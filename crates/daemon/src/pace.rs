@@ -2,47 +2,64 @@
 
 use std::time::{Duration, Instant};
 
-/// Bounds processor time to a share of the time that passes. Time that was not used adds up to a
-/// limit; an overdraft delays what comes next.
+/// Bounds processor time to a share of the time that passes. Each of `N` kinds of work has an equal part of
+/// it, and what the others leave: none can keep another one from its part. Time that was not used adds
+/// up to a limit; an overdraft delays what comes next of that kind.
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct Pace<const N: usize> {
     pub(crate) share: f64,
-    /// Seconds of processor time that may be used now; negative after an overdraft.
-    credit: f64,
+    /// Seconds of processor time that each kind may use now; negative after an overdraft.
+    credits: [f64; N],
     wall: Instant,
 }
 
-/// Seconds of processor time that opened files may overdraw.
-const DEBT_MAX_SECONDS: f64 = 1.0;
+/// Seconds of processor time that may be overdrawn before it is too much.
+const DEBT_MAX_SECONDS: f64 = 0.25;
 /// Seconds of passing time whose share adds up while nothing is done.
 const SAVED_SECONDS: f64 = 5.0;
 
-impl Pace {
+impl<const N: usize> Pace<N> {
     pub(crate) fn new(share: f64) -> Self {
-        Self { share, credit: 0.0, wall: Instant::now() }
+        Self { share, credits: [0.0; N], wall: Instant::now() }
     }
 
-    /// What may be used now, if anything.
-    pub(crate) fn allowance(&mut self) -> Option<Duration> {
+    /// Takes up the time that has passed.
+    pub(crate) fn pass(&mut self) {
         let now = Instant::now();
         self.earn(now - self.wall);
         self.wall = now;
-        (self.credit > 0.0).then(|| Duration::from_secs_f64(self.credit))
     }
 
-    /// Whether not even opened files may take more now.
-    pub(crate) fn is_overdrawn(&self) -> bool {
-        self.credit < -DEBT_MAX_SECONDS
+    /// What this kind of work may use now, if anything.
+    pub(crate) fn allowance(&self, kind: usize) -> Option<Duration> {
+        (self.credits[kind] > 0.0).then(|| Duration::from_secs_f64(self.credits[kind]))
+    }
+
+    /// Whether this kind of work has used far too much.
+    pub(crate) fn is_overdrawn(&self, kind: usize) -> bool {
+        self.credits[kind] < -DEBT_MAX_SECONDS
     }
 
     /// Processor time that was used.
-    pub(crate) fn charge(&mut self, used: Duration) {
-        self.credit -= used.as_secs_f64();
+    pub(crate) fn charge(&mut self, kind: usize, used: Duration) {
+        self.credits[kind] -= used.as_secs_f64();
     }
 
+    #[allow(clippy::cast_precision_loss, reason = "a few kinds")]
     fn earn(&mut self, passed: Duration) {
-        let earned = self.share * passed.as_secs_f64();
-        self.credit = (self.credit + earned).min(self.share * SAVED_SECONDS);
+        let part = self.share / N as f64;
+        let (earned, most) = (part * passed.as_secs_f64(), part * SAVED_SECONDS);
+        let mut left = 0.0;
+        for credit in &mut self.credits {
+            let sum = *credit + earned;
+            *credit = sum.min(most);
+            left += sum - *credit;
+        }
+        for credit in &mut self.credits {
+            let more = left.min(most - *credit);
+            *credit += more;
+            left -= more;
+        }
     }
 }
 
@@ -52,18 +69,45 @@ mod tests {
 
     #[test]
     fn an_overdraft_is_waited_for_and_savings_are_bounded() {
-        let mut pace = Pace::new(0.01);
+        let mut pace = Pace::<1>::new(0.01);
         pace.earn(Duration::from_secs(1000));
-        assert!((pace.credit - 0.05).abs() < 1e-9);
-        pace.charge(Duration::from_millis(150));
-        assert!((pace.credit + 0.1).abs() < 1e-9);
+        assert!((pace.credits[0] - 0.05).abs() < 1e-9);
+        pace.charge(0, Duration::from_millis(150));
+        assert!((pace.credits[0] + 0.1).abs() < 1e-9);
         pace.earn(Duration::from_secs(9));
-        assert!(pace.credit < 0.0);
+        assert!(pace.allowance(0).is_none());
         pace.earn(Duration::from_secs(2));
-        assert!(pace.credit > 0.0);
-        pace.charge(Duration::from_millis(1200));
-        assert!(pace.is_overdrawn());
-        pace.earn(Duration::from_secs(30));
-        assert!(!pace.is_overdrawn() && pace.credit < 0.0);
+        assert!(pace.allowance(0).is_some());
+        pace.charge(0, Duration::from_millis(300));
+        assert!(pace.is_overdrawn(0));
+        pace.earn(Duration::from_secs(10));
+        assert!(!pace.is_overdrawn(0) && pace.allowance(0).is_none());
+    }
+
+    /// A container that opened 3,000 files a second used up all of the ledger's time, and no figure of
+    /// any container was taken any more.
+    #[test]
+    fn one_kind_of_work_leaves_the_other_its_part() {
+        let (mut pace, mut used) = (Pace::<2>::new(0.01), 0.0);
+        for _ in 0..1000 {
+            pace.earn(Duration::from_millis(100));
+            pace.charge(0, Duration::from_millis(10));
+            if let Some(allowed) = pace.allowance(1) {
+                pace.charge(1, allowed);
+                used += allowed.as_secs_f64();
+            }
+        }
+        assert!(pace.is_overdrawn(0));
+        assert!((used - 0.5).abs() < 1e-3, "{used}");
+        // What one leaves, the other has, and both together have no more than there is.
+        let (mut pace, mut used) = (Pace::<2>::new(0.01), 0.0);
+        for _ in 0..1000 {
+            pace.earn(Duration::from_millis(100));
+            if let Some(allowed) = pace.allowance(1) {
+                pace.charge(1, allowed);
+                used += allowed.as_secs_f64();
+            }
+        }
+        assert!((0.95..=1.0).contains(&used), "{used}");
     }
 }

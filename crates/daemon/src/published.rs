@@ -53,13 +53,13 @@ pub(crate) struct Published {
     costs: Mutex<Costs>,
     /// Seconds from one report to the next.
     period: AtomicU64,
+    /// Processor time of the ledger's thread so far, in nanoseconds.
+    ledger_time: AtomicU64,
 }
 
 /// What the daemon itself takes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Costs {
-    /// Processor time of the ledger's thread so far.
-    pub(crate) ledger: Duration,
     /// Bytes of the page cache that the policy has freed so far.
     pub(crate) reclaimed_bytes: u64,
     /// Bytes of the usage lists.
@@ -84,6 +84,14 @@ impl Published {
 
     pub(crate) fn period_seconds(&self) -> u64 {
         self.period.load(Relaxed)
+    }
+
+    pub(crate) fn ledger_time(&self) -> Duration {
+        Duration::from_nanos(self.ledger_time.load(Relaxed))
+    }
+
+    pub(crate) fn set_ledger_time(&self, time: Duration) {
+        self.ledger_time.store(time.as_nanos().try_into().unwrap_or(u64::MAX), Relaxed);
     }
 
     #[cfg(test)]

@@ -25,6 +25,10 @@ const TICK: Duration = Duration::from_millis(100);
 const OPENS_WAIT: Duration = Duration::from_millis(50);
 /// Processor time that one step takes at most, if it can be divided.
 const STEP_MAX: Duration = Duration::from_millis(5);
+/// What the ledger's share of a processor is for: opened files, and the steps that take figures. A
+/// container that opens files all the time must not keep the figures of all others from being taken.
+const OPENS: usize = 0;
+const FIGURES: usize = 1;
 /// Share of a processor for answers to anybody who can connect to a TCP address.
 const ANSWERS_SHARE: f64 = 0.05;
 
@@ -139,7 +143,7 @@ impl Worker {
         // Once without a bound: whoever asks first wants an answer.
         let first = self.ledger.sample_all().and_then(|()| self.report());
         first.err().iter().filter(|_| !cancel.is_cancelled()).for_each(failed);
-        let (mut pace, mut answers) = (Pace::new(0.0), Pace::new(ANSWERS_SHARE));
+        let (mut pace, mut answers) = (Pace::<2>::new(0.0), Pace::<1>::new(ANSWERS_SHARE));
         let (mut due, mut watch_from) = (Due::new(), Instant::now());
         let mut charged = thread_time();
         while !cancel.is_cancelled() {
@@ -152,19 +156,17 @@ impl Worker {
             let before = thread_time();
             let was_asked = self.answer_one(&mut answers);
             charged += thread_time().saturating_sub(before);
-            let allowance = pace.allowance();
-            if pace.is_overdrawn() {
-                self.ledger.drop_opens();
-            }
-            if can_watch
-                && Instant::now() >= watch_from
-                && let Err(error) = self.take_opens(pace.is_overdrawn())
-            {
+            pace.pass();
+            let may_watch = can_watch && Instant::now() >= watch_from;
+            if may_watch && let Err(error) = self.take_opens(&pace) {
                 failed(&error);
                 self.ledger.drop_opens();
                 watch_from = Instant::now() + due.period;
             }
-            if let Some((step, allowance)) = due.next().zip(allowance) {
+            // With the last wait: opened files wake it often.
+            let taken = thread_time();
+            pace.charge(OPENS, taken.saturating_sub(charged));
+            if let Some((step, allowance)) = due.next().zip(pace.allowance(FIGURES)) {
                 let stepped = self.step(step, &Budget::of(allowance.min(STEP_MAX)));
                 stepped.as_ref().err().into_iter().for_each(failed);
                 // One that failed does not hold up the others.
@@ -172,35 +174,36 @@ impl Worker {
                     due.postpone();
                 }
             }
-            // With the waits and all else of the turn but answers: 100 opened files a second wake it
-            // as often.
-            let now = thread_time();
-            pace.charge(now.saturating_sub(charged));
-            charged = now;
-            let may_work = pace.allowance().is_some();
-            self.wait(was_asked || (may_work && due.next().is_some()), may_work);
+            charged = thread_time();
+            pace.charge(FIGURES, charged.saturating_sub(taken));
+            self.published.set_ledger_time(charged);
+            let has_step = pace.allowance(FIGURES).is_some() && due.next().is_some();
+            self.wait(was_asked || has_step, pace.allowance(OPENS).is_some());
         }
     }
 
     /// Answers a question, if there is one that may be answered now. Says whether there was.
-    fn answer_one(&mut self, pace: &mut Pace) -> bool {
+    fn answer_one(&mut self, pace: &mut Pace<1>) -> bool {
         if let Ok(question) = self.trusted.try_recv() {
             self.answer(question);
             return true;
         }
-        let Some(question) = pace.allowance().and_then(|_| self.others.try_recv().ok()) else {
+        pace.pass();
+        let Some(question) = pace.allowance(0).and_then(|_| self.others.try_recv().ok()) else {
             return false;
         };
         let start = thread_time();
         self.answer(question);
-        pace.charge(thread_time().saturating_sub(start));
+        pace.charge(0, thread_time().saturating_sub(start));
         true
     }
 
-    /// Takes opened files out of the kernel's queue, also without an allowance: other steps wait
-    /// the longer. When there are far too many, none are watched for a while.
-    fn take_opens(&mut self, is_overdrawn: bool) -> Result<(), LedgerError> {
-        if !is_overdrawn && self.ledger.opens().is_none() {
+    /// Takes opened files out of the kernel's queue, also without an allowance: the longer it is until
+    /// there is one again. When there are far too many, none are watched until then.
+    fn take_opens(&mut self, pace: &Pace<2>) -> Result<(), LedgerError> {
+        if pace.is_overdrawn(OPENS) {
+            self.ledger.drop_opens();
+        } else if self.ledger.opens().is_none() && pace.allowance(OPENS).is_some() {
             self.ledger.watch_opens()?;
         }
         self.ledger.take_opens(&Budget::of(STEP_MAX))
@@ -221,7 +224,6 @@ impl Worker {
         let report = self.ledger.report()?;
         let usage = self.ledger.usage_cost();
         let costs = Costs {
-            ledger: thread_time(),
             reclaimed_bytes: self.ledger.policy_freed_bytes(),
             usage_bytes: usage.bytes,
             lists: usage.lists,
@@ -270,13 +272,13 @@ impl Worker {
 
     /// Sleeps until there is a question, until something was mounted, until a file was opened if
     /// there is processor time left for it, or for a tick.
-    fn wait(&self, has_more: bool, may_work: bool) {
+    fn wait(&self, has_more: bool, may_watch: bool) {
         let mut descriptors = vec![PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)];
         // A container opens files at once, so its mount cannot wait for processor time.
-        let watched = self.ledger.opens().filter(|_| may_work).into_iter();
+        let watched = self.ledger.opens().filter(|_| may_watch).into_iter();
         let watched = watched.chain(self.ledger.mount_events());
         descriptors.extend(watched.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN)));
-        let tick = match may_work {
+        let tick = match may_watch {
             _ if has_more => Duration::ZERO,
             true => TICK,
             false => OPENS_WAIT,
