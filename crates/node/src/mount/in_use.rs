@@ -263,57 +263,73 @@ pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
     })
 }
 
-/// Adds to `ids` the copies of a mount, and of the mounts of the superblock `device` on it, that the
-/// kernel unmounts with them, in any mount namespace. Or says which copy would lose what is on it.
+/// Copies of a mount with writable directories that the kernel detaches with it.
 ///
 /// The kernel takes what is mounted on a mount from its copies as well, as far as they exchange
 /// mount events. It takes the copy itself only where that is mounted at the same place, by such an
 /// exchange, and nothing else is mounted on it. A bind mount elsewhere, and the root of a container,
 /// stay.
-pub(super) fn add_copies(
-    root: &Path,
-    mounts: &[KernelMount],
-    mount: &KernelMount,
+pub(super) struct Copies {
+    mount: KernelMount,
+    place: Option<Place>,
+    /// The superblock of its writable directories.
     device: (u32, u32),
-    ids: &mut HashSet<u64>,
-) -> Option<String> {
-    if mount.groups.is_empty() {
-        return None;
+}
+
+impl Copies {
+    /// `None` for a mount that exchanges no events.
+    pub(super) fn of(
+        mounts: &[KernelMount],
+        mount: &KernelMount,
+        device: (u32, u32),
+    ) -> Option<Self> {
+        let place = place_of(mounts, mount);
+        (!mount.groups.is_empty()).then(|| Self { mount: mount.clone(), place, device })
     }
-    let place = place_of(mounts, mount);
-    let mut add = |mounts: &[KernelMount]| -> Option<PathBuf> {
-        for part in mounts.iter().filter(|it| it.device == device) {
+
+    /// Adds the numbers of those among the mounts of one namespace, and of the mounts on them. Or
+    /// says which copy would lose what is on it.
+    pub(super) fn add(&self, mounts: &[KernelMount], ids: &mut HashSet<u64>) -> Option<PathBuf> {
+        for part in mounts.iter().filter(|it| it.device == self.device) {
             let Some(copy) = mounts.iter().find(|it| it.id == part.parent) else { continue };
-            if copy.device != mount.device || copy.groups.is_empty() || copy.id == mount.id {
+            let is_copy = copy.device == self.mount.device && copy.id != self.mount.id;
+            if !is_copy || copy.groups.is_empty() {
                 continue;
             }
             let found = place_of(mounts, copy);
-            if found.is_none() || found != place {
+            if found.is_none() || found != self.place {
                 return Some(copy.target.clone());
             }
             ids.extend([copy.id, part.id]);
         }
         let other = mounts.iter().find(|it| ids.contains(&it.parent) && !ids.contains(&it.id));
         other.map(|other| other.target.clone())
-    };
-    if let Some(path) = add(mounts) {
-        return Some(format!("there is a copy of it at {}", path.display()));
     }
-    let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
-    let mut found = None;
-    let is_shown = is_shown(root, own.into_iter().collect(), |task, mounts| {
-        found = add(mounts).map(|path| (task.to_owned(), path));
-        found.is_some()
-    });
-    is_shown.then(|| match found {
-        Some((task, path)) => format!("{} has a copy of it at {}", named(&task), path.display()),
-        None => "not all mount namespaces can be looked at, and one may have a copy of it".into(),
-    })
+
+    /// [`Copies::add`] for all other namespaces; says why the mount cannot go.
+    pub(super) fn add_elsewhere(&self, root: &Path, ids: &mut HashSet<u64>) -> Option<String> {
+        let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
+        let mut found = None;
+        let is_shown = is_shown(root, own.into_iter().collect(), |task, mounts| {
+            found = self.add(mounts, ids).map(|path| (task.to_owned(), path));
+            found.is_some()
+        });
+        is_shown.then(|| match found {
+            Some((task, path)) => {
+                format!("{} has a copy of it at {}", named(&task), path.display())
+            }
+            None => {
+                "not all mount namespaces can be looked at, and one may have a copy of it".into()
+            }
+        })
+    }
 }
 
-/// The directory that a mount covers, as a filesystem and a path there, if the mount below it
-/// exchanges mount events.
-fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<((u32, u32), PathBuf)> {
+/// The directory that a mount covers: a filesystem and a path there.
+type Place = ((u32, u32), PathBuf);
+
+/// The place of a mount, if the mount below it exchanges mount events.
+fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
     let below = mounts.iter().find(|it| it.id == mount.parent && !it.groups.is_empty())?;
     Some((below.device, below.root.join(mount.target.strip_prefix(&below.target).ok()?)))
 }

@@ -160,6 +160,14 @@ pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
         .map_err(|errno| KernelError::new(format!("umount {}", path.display()), errno))
 }
 
+/// Detaches a mount with all that is on it, even if it is in use. What covers its root is detached in
+/// its place.
+pub(crate) fn detach(mount: &OwnedFd) -> Result<(), KernelError> {
+    // The path is a link, which the kernel has to follow.
+    rustix::mount::unmount(path_of(mount), UnmountFlags::DETACH)
+        .map_err(|errno| KernelError::new("umount", errno))
+}
+
 /// [`unmount`], but waits half a second for passing users: a process that was just forked holds copies
 /// of its parent's descriptors until exec, and an opened file waits for the daemon in fanotify's queue.
 pub(crate) fn unmount_patiently(path: &Path, lazy: bool) -> Result<(), KernelError> {

@@ -12,14 +12,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{Mode, OFlags, ResolveFlags, openat2, readlinkat};
+use cofolio_sys::mount::{MountId, mount_id};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2, readlinkat};
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
 use super::error::{At as _, MountError, refused};
+use super::in_use::{self, Copies};
 use super::kernel::{self, KernelError, attach, clone_mount, open_directory_below};
+use super::mountinfo;
 use super::state::{MountNumbers, Upper};
-use super::{in_use, mountinfo};
 
 /// How many directories of a mount can be writable. Each is a mount, and the kernel copies all of them for
 /// every mount namespace.
@@ -156,23 +158,81 @@ pub(super) fn unmount(
     mount: MountNumbers,
     upper: &Upper,
 ) -> Result<(), MountError> {
-    let mut pauses = [5, 20, 80, 400].into_iter();
-    while let Some(reason) = user_of(root, at, mount, upper)? {
-        let Some(pause) = pauses.next() else {
-            return Err(MountError::Busy { path: at.to_owned(), reason });
-        };
-        std::thread::sleep(Duration::from_millis(pause));
+    let attempt = || detach(root, at, mount, upper, &ask(root, at, mount, upper)?);
+    for pause in [5, 20, 80, 400] {
+        match attempt() {
+            Err(MountError::Busy { .. }) => std::thread::sleep(Duration::from_millis(pause)),
+            done => return done,
+        }
     }
-    kernel::unmount(at, true).map_err(refused)
+    attempt()
 }
 
-/// Why the mount cannot be unmounted now, if there is a reason.
-fn user_of(
+fn busy(at: &Path, reason: String) -> MountError {
+    MountError::Busy { path: at.to_owned(), reason }
+}
+
+/// The numbers of all mounts that MNT_DETACH would take, in any mount namespace, if none is in use.
+///
+/// # Errors
+/// [`MountError::Busy`].
+pub(super) fn ask(
     root: &Path,
     at: &Path,
     mount: MountNumbers,
     upper: &Upper,
-) -> Result<Option<String>, MountError> {
+) -> Result<HashSet<u64>, MountError> {
+    let (mut ids, copies) = own_mounts(root, at, mount, upper)?;
+    let copy = copies.and_then(|copies| copies.add_elsewhere(root, &mut ids));
+    match copy.or_else(|| in_use::process_on(root, &ids)) {
+        Some(reason) => Err(busy(at, reason)),
+        None => Ok(ids),
+    }
+}
+
+/// Detaches the mounts of which [`ask`] said that they are not in use.
+///
+/// That took milliseconds, in which anybody may have mounted something. MNT_DETACH takes what is
+/// mounted on the mount as well, or, if that covers the mount's root, takes only that. So the mounts
+/// are read once more, immediately before. The descriptor keeps to our mount if another one took its
+/// place.
+///
+/// # Errors
+/// [`MountError::Busy`]; the mount is still there then.
+pub(super) fn detach(
+    root: &Path,
+    at: &Path,
+    mount: MountNumbers,
+    upper: &Upper,
+    asked: &HashSet<u64>,
+) -> Result<(), MountError> {
+    let is_it = |found: MountId| found.is_root && mount.is(found.id, found.unique);
+    let changed = || busy(at, "somebody has mounted something there meanwhile".to_owned());
+    let held = kernel::open_dir(at).at("open", at)?;
+    if !is_it(mount_id(&held, "").at("look at", at)?)
+        || !own_mounts(root, at, mount, upper)?.0.is_subset(asked)
+    {
+        return Err(changed());
+    }
+    kernel::detach(&held).map_err(refused)?;
+    // Something may have covered it even now, and have been detached in its place.
+    match mount_id(CWD, at) {
+        Ok(found) if is_it(found) => Err(changed()),
+        _ => Ok(()),
+    }
+}
+
+/// The numbers of the mount and of those of this namespace that are detached with it, and where else
+/// to look for such mounts.
+///
+/// # Errors
+/// [`MountError::Busy`] for a mount that must not go with it.
+fn own_mounts(
+    root: &Path,
+    at: &Path,
+    mount: MountNumbers,
+    upper: &Upper,
+) -> Result<(HashSet<u64>, Option<Copies>), MountError> {
     let mounts = mountinfo::read(root).at("read", mountinfo::path(root))?;
     let targets: Vec<_> = upper.dirs.iter().map(|dir| at.join(below(dir))).collect();
     let parts = mounts.iter().filter(|it| {
@@ -181,13 +241,14 @@ fn user_of(
     let mut ids: HashSet<u64> = parts.map(|it| it.id).chain([mount.id]).collect();
     let other = mounts.iter().find(|it| ids.contains(&it.parent) && !ids.contains(&it.id));
     if let Some(other) = other {
-        return Ok(Some(format!("something is mounted at {}", other.target.display())));
+        return Err(busy(at, format!("something is mounted at {}", other.target.display())));
     }
     let own = mounts.iter().find(|it| it.id == mount.id);
-    let copy = own
-        .zip(upper.device)
-        .and_then(|(own, device)| in_use::add_copies(root, &mounts, own, device, &mut ids));
-    Ok(copy.or_else(|| in_use::process_on(root, &ids)))
+    let copies = own.zip(upper.device).and_then(|(own, device)| Copies::of(&mounts, own, device));
+    if let Some(path) = copies.as_ref().and_then(|copies| copies.add(&mounts, &mut ids)) {
+        return Err(busy(at, format!("there is a copy of it at {}", path.display())));
+    }
+    Ok((ids, copies))
 }
 
 /// Device number of a mount's superblock.

@@ -10,6 +10,7 @@ use rustix::mount::{MountFlags, MountPropagationFlags};
 
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
+use crate::mount::sparse::{ask, detach};
 
 fn sparse(fixture: &Fixture, name: &str) -> MountRequest {
     MountRequest { writable_dirs: vec!["/sub".into()], ..writable(fixture, name) }
@@ -263,6 +264,45 @@ fn umount_leaves_what_covers_a_writable_directory() {
     assert_eq!(fs::read_dir(&sub).unwrap().count(), 0);
     kernel::unmount(&sub, false).unwrap();
     umount(&mounter, &request.target);
+    fixture.assert_clean("at the end");
+}
+
+/// umount looked for users, which takes milliseconds, and then detached whatever was at the path: a
+/// mount that somebody had made there meanwhile. Ours stayed without a record.
+#[test]
+fn umount_leaves_what_was_mounted_while_it_asked() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = sparse(&fixture, "one");
+    let record = mounter.mount(&request).unwrap();
+    let (at, root) = (&request.target, Path::new("/"));
+    let (mount, upper) = (record.mount.unwrap(), record.upper.as_ref().unwrap());
+    let find_users = || ask(root, at, mount, upper).unwrap();
+    let refused = |asked: &HashSet<u64>, story: &str| {
+        let error = detach(root, at, mount, upper, asked).unwrap_err();
+        assert!(matches!(error, MountError::Busy { .. }), "{story}: {error}");
+    };
+    let ids = || mountinfo::read(root).unwrap().iter().map(|it| it.id).collect::<Vec<_>>();
+
+    for place in [at.clone(), at.join("sub"), at.join("empty")] {
+        let asked = find_users();
+        rustix::mount::mount_bind(fixture.target("other"), &place).unwrap();
+        let before = ids();
+        refused(&asked, "covered");
+        assert_eq!(ids(), before, "{}", place.display());
+        kernel::unmount(&place, false).unwrap();
+    }
+
+    let asked = find_users();
+    let elsewhere = fixture.target("elsewhere");
+    rustix::mount::mount_move(at, &elsewhere).unwrap();
+    rustix::mount::mount_bind(fixture.target("other"), at).unwrap();
+    let before = ids();
+    refused(&asked, "moved");
+    assert_eq!(ids(), before);
+    kernel::unmount(at, false).unwrap();
+    umount(&mounter, at);
     fixture.assert_clean("at the end");
 }
 
