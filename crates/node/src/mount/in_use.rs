@@ -17,9 +17,11 @@
 //! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -33,6 +35,7 @@ use super::error::{At as _, MountError};
 use super::kernel::{Context, KernelError, open_dir, path_of, reopen};
 use super::mountinfo::{self, KernelMount, TaskRoot};
 use super::upper::{make_below, open_below};
+use crate::kernel_text::for_each_line;
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
 const PREFIX: &str = "superblock-";
@@ -334,23 +337,95 @@ fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
     Some((below.device, below.root.join(mount.target.strip_prefix(&below.target).ok()?)))
 }
 
-/// A process that uses one of these mounts: as a working directory, as a root, for its program or
-/// for an open file. A process that cannot be asked uses none.
-pub(super) fn process_on(root: &Path, mounts: &HashSet<u64>) -> Option<String> {
-    let is_on = |path: PathBuf| {
-        // A FUSE server is not asked: it need not answer.
-        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
-        let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
-        found.is_ok_and(|it| mounts.contains(&it.stx_mnt_id))
+/// A process that uses one of these mounts: as a working directory, as a root, for its program, or
+/// for an open or mapped file. `devices` are the mounts' superblocks. In doubt a process uses them.
+/// Processes that we may not trace, or that are in an outer pid namespace, are left out: where there
+/// are any, no mount could be unmounted otherwise.
+pub(super) fn process_on(
+    root: &Path,
+    mounts: &HashSet<u64>,
+    devices: &[(u32, u32)],
+) -> Option<String> {
+    let uses = |process: &Path| -> io::Result<bool> {
+        for path in files_of(process, devices)? {
+            // A FUSE server is not asked: it need not answer.
+            let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+            let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
+            let found = if_shown(found.map_err(io::Error::from))?;
+            if found.is_some_and(|it| mounts.contains(&it.stx_mnt_id)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     };
-    let uses = |process: &PathBuf| {
-        // All threads have the same program and, as a rule, the same files.
-        let files = numbers(&process.join("fd")).unwrap_or_default();
-        let tasks = numbers(&process.join("task")).unwrap_or_default();
-        let places = tasks.iter().flat_map(|task| ["cwd", "root"].map(|name| task.join(name)));
-        files.into_iter().chain([process.join("exe")]).chain(places).any(is_on)
+    let processes = match numbers(&root.join("proc")) {
+        Ok(processes) => processes,
+        Err(error) => return Some(format!("the processes cannot be listed: {error}")),
     };
-    numbers(&root.join("proc")).ok()?.iter().find(|it| uses(it)).map(|it| named(it))
+    processes.iter().find_map(|process| match uses(process) {
+        Ok(false) => None,
+        Ok(true) => Some(named(process)),
+        Err(error) => Some(format!("{} may use it, and cannot be asked: {error}", named(process))),
+    })
+}
+
+/// Links to all files of a process; of the mapped ones, those on these superblocks.
+fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> {
+    // All threads have the same program and mappings and, as a rule, the same files.
+    let mut files = if_shown(numbers(&process.join("fd")))?.unwrap_or_default();
+    files.push(process.join("exe"));
+    for task in if_shown(numbers(&process.join("task")))?.unwrap_or_default() {
+        files.extend(["cwd", "root"].map(|name| task.join(name)));
+    }
+    let mut mapped = |line: &[u8]| {
+        let found = std::str::from_utf8(line).ok().and_then(mapping);
+        let is_there = found.as_ref().is_some_and(|(device, _)| devices.contains(device));
+        files.extend(found.filter(|_| is_there).map(|(_, name)| process.join(name)));
+    };
+    match if_shown(for_each_line(&process.join("maps"), &mut mapped))? {
+        Some(false) => Err(io::Error::other("it has too many mappings")),
+        _ => Ok(files),
+    }
+}
+
+/// The device of a line of `/proc/PID/maps` (an overlay's own since Linux 6.8), and the link to the
+/// file.
+fn mapping(line: &str) -> Option<((u32, u32), String)> {
+    let mut fields = line.split(' ');
+    let hex = |(one, other): (&str, &str)| {
+        Some((u64::from_str_radix(one, 16).ok()?, u64::from_str_radix(other, 16).ok()?))
+    };
+    // The link's name has no leading zeros.
+    let (start, end) = hex(fields.next()?.split_once('-')?)?;
+    let (major, minor) = hex(fields.nth(2)?.split_once(':')?)?;
+    let device = (major.try_into().ok()?, minor.try_into().ok()?);
+    Some((device, format!("map_files/{start:x}-{end:x}")))
+}
+
+/// A loop device over a file below a directory of this mount namespace.
+pub(super) fn loop_device_on(root: &Path, dir: &Path) -> io::Result<Option<String>> {
+    let Some(devices) = if_shown(fs::read_dir(root.join("sys/block")))? else { return Ok(None) };
+    for device in devices {
+        let device = device?;
+        // Only a loop device that is in use has this file.
+        let file = if_shown(fs::read(device.path().join("loop/backing_file")))?;
+        if file.is_some_and(|file| Path::new(OsStr::from_bytes(&file)).starts_with(dir)) {
+            return Ok(Some(format!("loop device {}", device.file_name().display())));
+        }
+    }
+    Ok(None)
+}
+
+/// `None` for what is gone, or is not shown to us.
+fn if_shown<T>(asked: io::Result<T>) -> io::Result<Option<T>> {
+    let is_hidden = |error: &io::Error| {
+        let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+        matches!(errno, Some(Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM))
+    };
+    match asked {
+        Err(error) if is_hidden(&error) => Ok(None),
+        asked => asked.map(Some),
+    }
 }
 
 /// `process 123 (bash)`, from its directory in `/proc`.

@@ -168,6 +168,20 @@ pub(crate) fn detach(mount: &OwnedFd) -> Result<(), KernelError> {
         .map_err(|errno| KernelError::new("umount", errno))
 }
 
+/// Whether anything uses the mount at `path`, on which nothing is mounted: a process, a bound socket, a
+/// loop device. Only such a mount can be asked, since those on a mount use it.
+pub(crate) fn is_held(path: &Path) -> Result<bool, KernelError> {
+    let failed = |errno| KernelError::new(format!("umount {}", path.display()), errno);
+    // MNT_EXPIRE unmounts what has not been used since it was given the last time. So we use it.
+    drop(open_dir(path).map_err(failed)?);
+    match rustix::mount::unmount(path, UnmountFlags::NOFOLLOW | UnmountFlags::EXPIRE) {
+        Err(Errno::BUSY) => Ok(true),
+        // EINVAL: it is not there any more.
+        Ok(()) | Err(Errno::AGAIN | Errno::INVAL) => Ok(false),
+        Err(errno) => Err(failed(errno)),
+    }
+}
+
 /// [`unmount`], but waits half a second for passing users: a process that was just forked holds copies
 /// of its parent's descriptors until exec, and an opened file waits for the daemon in fanotify's queue.
 pub(crate) fn unmount_patiently(path: &Path, lazy: bool) -> Result<(), KernelError> {

@@ -592,12 +592,13 @@ impl<'a> Mounter<'a> {
         let shares = record.backend == Backend::InodeShare;
         let in_use_still = || mark_user(&self.run, &record.domain, &record.image, pin::DETACHED);
         let of_this = record.mount.map(|mount| HashSet::from([mount.id])).unwrap_or_default();
+        let device = sparse::device_at(path).ok();
+        let process = || in_use::process_on(&self.root, &of_this, device.as_slice());
         let unmounted = match (sparse, record.mount) {
             (Some(upper), Some(mount)) if !force || shares => {
                 let unmounted = sparse::unmount(&self.root, path, mount, upper);
                 // Somebody has come before it was detached and after the last question.
-                if shares && unmounted.is_ok() && in_use::process_on(&self.root, &of_this).is_some()
-                {
+                if shares && unmounted.is_ok() && process().is_some() {
                     in_use_still()?;
                 }
                 unmounted
@@ -606,7 +607,7 @@ impl<'a> Mounter<'a> {
                 if error.errno != rustix::io::Errno::BUSY {
                     return refused(error);
                 }
-                let reason = in_use::process_on(&self.root, &of_this).unwrap_or_else(|| {
+                let reason = process().unwrap_or_else(|| {
                     "something is mounted below it, or the kernel has a file of it open, for a \
                      loop device or a stopped `cofolio serve`"
                         .to_owned()

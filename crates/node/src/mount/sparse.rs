@@ -183,11 +183,24 @@ pub(super) fn ask(
     upper: &Upper,
 ) -> Result<HashSet<u64>, MountError> {
     let (mut ids, copies) = own_mounts(root, at, mount, upper)?;
-    let copy = copies.and_then(|copies| copies.add_elsewhere(root, &mut ids));
-    match copy.or_else(|| in_use::process_on(root, &ids)) {
-        Some(reason) => Err(busy(at, reason)),
-        None => Ok(ids),
+    let devices: Vec<_> = [device_at(at)?].into_iter().chain(upper.device).collect();
+    let user = copies
+        .and_then(|copies| copies.add_elsewhere(root, &mut ids))
+        .or_else(|| in_use::process_on(root, &ids, &devices));
+    let user = match user {
+        None => in_use::loop_device_on(root, at).at("read", root.join("sys/block"))?,
+        user => user,
+    };
+    if let Some(user) = user {
+        return Err(busy(at, user));
     }
+    for dir in &upper.dirs {
+        if kernel::is_held(&at.join(below(dir))).map_err(refused)? {
+            let reason = format!("a socket, or the kernel, holds a file of {}", dir.display());
+            return Err(busy(at, reason));
+        }
+    }
+    Ok(ids)
 }
 
 /// Detaches the mounts of which [`ask`] said that they are not in use.
@@ -249,6 +262,11 @@ fn own_mounts(
         return Err(busy(at, format!("there is a copy of it at {}", path.display())));
     }
     Ok((ids, copies))
+}
+
+/// Device number of the superblock at a path that is a mount's root.
+pub(super) fn device_at(path: &Path) -> Result<(u32, u32), MountError> {
+    device_of(&kernel::open_dir(path).at("open", path)?)
 }
 
 /// Device number of a mount's superblock.

@@ -522,6 +522,23 @@ fn threads_are_listed_again_if_one_has_ended() {
     assert!(any_task(Path::new("/"), |_| Err(fail(rustix::io::Errno::MFILE))));
 }
 
+/// A process that could not be looked at counted as one that uses nothing.
+#[test]
+fn in_doubt_a_process_is_a_user() {
+    use super::super::in_use::process_on;
+    let root = tempfile::tempdir().unwrap();
+    let of = |process: &str| root.path().join("proc").join(process);
+    let found = || process_on(root.path(), &HashSet::new(), &[]);
+    assert!(found().unwrap().starts_with("the processes cannot be listed"));
+    // Its files went while it was looked at.
+    fs::create_dir_all(of("7")).unwrap();
+    assert_eq!(found(), None);
+    fs::create_dir(of("8")).unwrap();
+    // As good as unreadable, for root too.
+    fs::write(of("8/fd"), "").unwrap();
+    assert!(found().unwrap().starts_with("process 8 may use it"));
+}
+
 /// A process that forked and then unmounted, after processes had been listed, answered no, and its child, which
 /// had a copy of the mount, was not asked.
 #[test]

@@ -142,6 +142,48 @@ fn a_refused_umount_disturbs_nobody() {
     fixture.assert_clean("at the end");
 }
 
+/// umount saw descriptors and working directories only. It took the mount from a process that had
+/// mapped a library and closed it, from a bound socket and from a loop device; for each of them the
+/// kernel refuses to unmount any other mount.
+#[test]
+fn mapped_files_sockets_and_loop_devices_are_users() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let writable_dirs = vec!["/empty".into()];
+    let request = MountRequest { writable_dirs, ..writable(&fixture, "one") };
+    mounter.mount(&request).unwrap();
+    let target = &request.target;
+    fs::write(target.join("empty/new"), [1; 8192]).unwrap();
+    let refused = |expected: &str| {
+        let error = mounter.umount(target, &UmountOptions::default()).unwrap_err();
+        assert!(matches!(error, MountError::Busy { .. }), "{expected}: {error}");
+        assert!(error.to_string().contains(expected), "{expected}: {error}");
+        assert_eq!(fs::read(target.join("empty/new")).unwrap(), [1; 8192]);
+    };
+    for file in ["sub/file9", "empty/new"] {
+        let opened = fs::File::open(target.join(file)).unwrap();
+        let mapped = cofolio_sys::cache::FileMap::new(&opened, 8192).unwrap();
+        drop(opened);
+        refused(&format!("process {}", std::process::id()));
+        drop(mapped);
+        let opened = fs::File::open(target.join(file)).unwrap();
+        match cofolio_sys::mount::attach_loop(&opened, "test".as_ref(), false) {
+            Ok(device) => {
+                drop(opened);
+                refused("loop device loop");
+                drop(device);
+            }
+            Err(error) => eprintln!("no loop device over {file}: {error}"),
+        }
+    }
+    let socket = std::os::unix::net::UnixListener::bind(target.join("empty/socket")).unwrap();
+    refused("holds a file of /empty");
+    drop(socket);
+    umount(&mounter, target);
+    fixture.assert_clean("at the end");
+}
+
 /// A namespace that gets the mounts of this one, with a copy of everything below `from` at `to`.
 fn follower(from: &Path, to: &Path) -> (PathBuf, impl FnOnce() + use<>) {
     let (from, to) = (from.to_owned(), to.to_owned());
