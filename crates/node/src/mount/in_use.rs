@@ -34,6 +34,8 @@ use sha2::{Digest as _, Sha256};
 use super::error::{At as _, MountError};
 use super::kernel::{Context, KernelError, open_dir, path_of, reopen};
 use super::mountinfo::{self, KernelMount, TaskRoot};
+use super::sparse::below;
+use super::state::Upper;
 use super::upper::{make_below, open_below};
 use crate::kernel_text::for_each_line;
 
@@ -269,62 +271,89 @@ pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
 /// Copies of a mount with writable directories that the kernel detaches with it.
 ///
 /// The kernel takes what is mounted on a mount from its copies as well, as far as they exchange
-/// mount events. It takes the copy itself only where that is mounted at the same place, by such an
-/// exchange, and nothing else is mounted on it. A bind mount elsewhere, and the root of a container,
-/// stay.
+/// mount events: whatever is mounted on these directories there. It takes the copy itself only where
+/// that is mounted at the same place, by such an exchange, and nothing else is mounted on it. A bind
+/// mount elsewhere, and the root of a container, stay.
 pub(super) struct Copies {
     mount: KernelMount,
     place: Option<Place>,
     /// The superblock of its writable directories.
     device: (u32, u32),
+    /// These directories, as paths of the filesystem.
+    dirs: Vec<PathBuf>,
+    /// Peer groups that its events reach.
+    groups: HashSet<u64>,
 }
 
 impl Copies {
     /// `None` for a mount that exchanges no events.
-    pub(super) fn of(
-        mounts: &[KernelMount],
-        mount: &KernelMount,
-        device: (u32, u32),
-    ) -> Option<Self> {
-        let place = place_of(mounts, mount);
-        (!mount.groups.is_empty()).then(|| Self { mount: mount.clone(), place, device })
+    pub(super) fn of(mounts: &[KernelMount], mount: &KernelMount, upper: &Upper) -> Option<Self> {
+        let device = upper.device.filter(|_| !mount.groups.is_empty())?;
+        let dirs = upper.dirs.iter().map(|dir| mount.root.join(below(dir))).collect();
+        let (place, groups) = (place_of(mounts, mount), mount.groups.iter().copied().collect());
+        Some(Self { mount: mount.clone(), place, device, dirs, groups })
     }
 
     /// Adds the numbers of those among the mounts of one namespace, and of the mounts on them. Or
     /// says which copy would lose what is on it.
-    pub(super) fn add(&self, mounts: &[KernelMount], ids: &mut HashSet<u64>) -> Option<PathBuf> {
-        for part in mounts.iter().filter(|it| it.device == self.device) {
-            let Some(copy) = mounts.iter().find(|it| it.id == part.parent) else { continue };
-            let is_copy = copy.device == self.mount.device && copy.id != self.mount.id;
-            if !is_copy || copy.groups.is_empty() {
-                continue;
+    pub(super) fn add(
+        &mut self,
+        mounts: &[KernelMount],
+        ids: &mut HashSet<u64>,
+    ) -> Option<PathBuf> {
+        let of_image = |it: &&KernelMount| it.device == self.mount.device;
+        let copies: Vec<_> = mounts.iter().filter(of_image).collect();
+        let reached = |groups: &HashSet<u64>| -> Vec<&KernelMount> {
+            let is_reached = |it: &KernelMount| it.groups.iter().any(|it| groups.contains(it));
+            copies.iter().copied().filter(|it| is_reached(it)).collect()
+        };
+        // A copy can follow another one, and so on.
+        loop {
+            let known = self.groups.len();
+            let more = reached(&self.groups).into_iter().flat_map(|it| it.groups.iter().copied());
+            self.groups.extend(more.collect::<Vec<_>>());
+            if self.groups.len() == known {
+                break;
             }
-            let found = place_of(mounts, copy);
-            if found.is_none() || found != self.place {
-                return Some(copy.target.clone());
+        }
+        for copy in reached(&self.groups).into_iter().filter(|it| it.id != self.mount.id) {
+            let inside = self.dirs.iter().filter_map(|dir| dir.strip_prefix(&copy.root).ok());
+            let targets: Vec<_> = inside.map(|dir| copy.target.join(dir)).collect();
+            let is_lost = |it: &&KernelMount| it.parent == copy.id && targets.contains(&it.target);
+            for part in mounts.iter().filter(is_lost) {
+                let found = place_of(mounts, copy);
+                if found.is_none() || found != self.place {
+                    return Some(copy.target.clone());
+                }
+                ids.insert(copy.id);
+                ids.extend((part.device == self.device).then_some(part.id));
             }
-            ids.extend([copy.id, part.id]);
         }
         let other = mounts.iter().find(|it| ids.contains(&it.parent) && !ids.contains(&it.id));
         other.map(|other| other.target.clone())
     }
 
     /// [`Copies::add`] for all other namespaces; says why the mount cannot go.
-    pub(super) fn add_elsewhere(&self, root: &Path, ids: &mut HashSet<u64>) -> Option<String> {
+    pub(super) fn add_elsewhere(mut self, root: &Path, ids: &mut HashSet<u64>) -> Option<String> {
         let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
-        let mut found = None;
-        let is_shown = is_shown(root, own.into_iter().collect(), |task, mounts| {
-            found = self.add(mounts, ids).map(|path| (task.to_owned(), path));
-            found.is_some()
-        });
-        is_shown.then(|| match found {
-            Some((task, path)) => {
-                format!("{} has a copy of it at {}", named(&task), path.display())
+        // Once more if a copy may follow one that was found after it.
+        for _ in 0..3 {
+            let (known, mut found) = (self.groups.len(), None);
+            let is_shown = is_shown(root, own.into_iter().collect(), |task, mounts| {
+                found = self.add(mounts, ids).map(|path| (task.to_owned(), path));
+                found.is_some()
+            });
+            if let Some((task, path)) = found {
+                return Some(format!("{} has a copy of it at {}", named(&task), path.display()));
             }
-            None => {
-                "not all mount namespaces can be looked at, and one may have a copy of it".into()
+            if is_shown {
+                break;
             }
-        })
+            if self.groups.len() == known {
+                return None;
+            }
+        }
+        Some("not all mount namespaces can be looked at, and one may have a copy of it".into())
     }
 }
 

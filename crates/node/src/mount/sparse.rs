@@ -10,7 +10,7 @@
 use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cofolio_sys::mount::{MountId, mount_id};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2, readlinkat};
@@ -23,6 +23,8 @@ use super::kernel::{self, KernelError, attach, clone_mount, open_directory_below
 use super::mountinfo;
 use super::state::{MountNumbers, Upper};
 
+/// How long an unmount waits for passing users.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// How many directories of a mount can be writable. Each is a mount, and the kernel copies all of them for
 /// every mount namespace.
 pub(crate) const WRITABLE_DIRS_MAX: usize = 64;
@@ -159,13 +161,32 @@ pub(super) fn unmount(
     upper: &Upper,
 ) -> Result<(), MountError> {
     let attempt = || detach(root, at, mount, upper, &ask(root, at, mount, upper)?);
+    let begun = Instant::now();
     for pause in [5, 20, 80, 400] {
-        match attempt() {
-            Err(MountError::Busy { .. }) => std::thread::sleep(Duration::from_millis(pause)),
-            done => return done,
+        // All processes are looked at, which takes long where they have many files: not again and
+        // again, since others wait for the image's lock.
+        let tried = match held(at, upper)? {
+            Some(_) => None,
+            None => Some(attempt()),
+        };
+        match tried {
+            None => {}
+            Some(Err(MountError::Busy { .. })) if begun.elapsed() < PATIENCE => {}
+            Some(done) => return done,
         }
+        std::thread::sleep(Duration::from_millis(pause));
     }
     attempt()
+}
+
+/// A writable directory of the mount that somebody uses: the kernel says that at once, but not who.
+fn held<'a>(at: &Path, upper: &'a Upper) -> Result<Option<&'a PathBuf>, MountError> {
+    for dir in &upper.dirs {
+        if kernel::is_held(&at.join(below(dir))).map_err(refused)? {
+            return Ok(Some(dir));
+        }
+    }
+    Ok(None)
 }
 
 fn busy(at: &Path, reason: String) -> MountError {
@@ -194,13 +215,12 @@ pub(super) fn ask(
     if let Some(user) = user {
         return Err(busy(at, user));
     }
-    for dir in &upper.dirs {
-        if kernel::is_held(&at.join(below(dir))).map_err(refused)? {
-            let reason = format!("a socket, or the kernel, holds a file of {}", dir.display());
-            return Err(busy(at, reason));
+    match held(at, upper)? {
+        Some(dir) => {
+            Err(busy(at, format!("a socket, or the kernel, holds a file of {}", dir.display())))
         }
+        None => Ok(ids),
     }
-    Ok(ids)
 }
 
 /// Detaches the mounts of which [`ask`] said that they are not in use.
@@ -257,8 +277,8 @@ fn own_mounts(
         return Err(busy(at, format!("something is mounted at {}", other.target.display())));
     }
     let own = mounts.iter().find(|it| it.id == mount.id);
-    let copies = own.zip(upper.device).and_then(|(own, device)| Copies::of(&mounts, own, device));
-    if let Some(path) = copies.as_ref().and_then(|copies| copies.add(&mounts, &mut ids)) {
+    let mut copies = own.and_then(|own| Copies::of(&mounts, own, upper));
+    if let Some(path) = copies.as_mut().and_then(|copies| copies.add(&mounts, &mut ids)) {
         return Err(busy(at, format!("there is a copy of it at {}", path.display())));
     }
     Ok((ids, copies))

@@ -231,6 +231,23 @@ fn copies_keep_their_writable_directories() {
     rustix::mount::mount_change(&copy, private).unwrap();
     kernel::unmount(&copy, true).unwrap();
 
+    // Of somebody else's mount in such a place, too: a copy that only follows had it taken, and the
+    // copy of that copy.
+    let then = fixture.target("then");
+    for (from, to) in [(target, &copy), (&copy, &then)] {
+        rustix::mount::mount_bind(from, to).unwrap();
+        rustix::mount::mount_change(to, MountPropagationFlags::DOWNSTREAM).unwrap();
+        rustix::mount::mount_change(to, MountPropagationFlags::SHARED).unwrap();
+    }
+    rustix::mount::mount_bind(fixture.target("foreign"), then.join("sub")).unwrap();
+    refused("foreign");
+    let mounts = mountinfo::read(Path::new("/")).unwrap();
+    assert!(mounts.iter().any(|it| it.target == then.join("sub")));
+    for to in [&then, &copy] {
+        rustix::mount::mount_change(to, private).unwrap();
+        kernel::unmount(to, true).unwrap();
+    }
+
     let (root, end) = follower(target, &copy);
     let copy = root.join(copy.strip_prefix("/").unwrap());
     refused("namespace");
