@@ -16,7 +16,10 @@ pub(crate) struct Goals {
 struct Goal {
     what: String,
     found: f64,
-    at_most: f64,
+    /// Where the figure is a median of several: its 95 % interval.
+    interval: Option<[f64; 2]>,
+    /// None for a figure that has no goal.
+    at_most: Option<f64>,
     unit: &'static str,
     verdict: Verdict,
 }
@@ -25,7 +28,10 @@ struct Goal {
 #[serde(rename_all = "kebab-case")]
 enum Verdict {
     Met,
+    /// The figure is within the bound, but its interval reaches beyond: other rounds might miss it.
+    NotShownToBeWorse,
     Missed,
+    NoGoal,
     /// The run was smaller than the goal: its figure proves nothing.
     OtherSize,
 }
@@ -40,34 +46,72 @@ impl Goals {
     /// Judges a figure. One that is not a number misses its goal.
     #[must_use]
     pub(crate) fn at_most(
-        mut self,
+        self,
         what: impl Into<String>,
         found: f64,
         at_most: f64,
         unit: &'static str,
     ) -> Self {
+        self.at_most_with_interval(what, found, None, at_most, unit)
+    }
+
+    /// The same for a median, whose 95 % interval is known if there are rounds enough.
+    #[must_use]
+    pub(crate) fn at_most_with_interval(
+        self,
+        what: impl Into<String>,
+        found: f64,
+        interval: Option<[f64; 2]>,
+        at_most: f64,
+        unit: &'static str,
+    ) -> Self {
+        let is_certain = interval.is_none_or(|[_, highest]| highest <= at_most);
         let verdict = match (self.is_of_this_size, found <= at_most) {
             (false, _) => Verdict::OtherSize,
-            (true, true) => Verdict::Met,
+            (true, true) if is_certain => Verdict::Met,
+            (true, true) => Verdict::NotShownToBeWorse,
             (true, false) => Verdict::Missed,
         };
-        self.list.push(Goal { what: what.into(), found, at_most, unit, verdict });
+        self.with(Goal {
+            what: what.into(),
+            found,
+            interval,
+            at_most: Some(at_most),
+            unit,
+            verdict,
+        })
+    }
+
+    /// Prints a figure that has no goal among those that have one.
+    #[must_use]
+    pub(crate) fn figure(self, what: impl Into<String>, found: f64, unit: &'static str) -> Self {
+        let (interval, at_most, verdict) = (None, None, Verdict::NoGoal);
+        self.with(Goal { what: what.into(), found, interval, at_most, unit, verdict })
+    }
+
+    fn with(mut self, goal: Goal) -> Self {
+        self.list.push(goal);
         self
     }
 
     pub(crate) fn table(&self) -> String {
         let mut text = format!("Goals, of {}:\n\n", self.size);
         text += "| goal | found | at most | |\n|---|--:|--:|---|\n";
-        for Goal { what, found, at_most, unit, verdict } in &self.list {
+        for Goal { what, found, interval, at_most, unit, verdict } in &self.list {
             let verdict = match verdict {
                 Verdict::Met => "met",
+                Verdict::NotShownToBeWorse => "not shown to be worse",
+                Verdict::NoGoal => "",
                 Verdict::Missed => "MISSED",
                 Verdict::OtherSize => "the goal is of another size",
             };
             let found = format!("{found:.3}");
             // No more digits than there are: 1.03, 0.5, 300.
             let found = found.trim_end_matches('0').trim_end_matches('.');
-            text += &format!("| {what} | {found}{unit} | {at_most}{unit} | {verdict} |\n");
+            let interval = interval.map(|[low, high]| format!(" (95 %: {low:.3} to {high:.3})"));
+            let interval = interval.unwrap_or_default();
+            let at_most = at_most.map_or_else(|| "none".to_owned(), |it| format!("{it}{unit}"));
+            text += &format!("| {what} | {found}{unit}{interval} | {at_most} | {verdict} |\n");
         }
         text
     }
@@ -100,6 +144,27 @@ mod tests {
         assert!(missed.table().contains("| other | 300.25 MB | 300 MB | MISSED |\n"));
         assert_eq!(goals(true, 300.0).exit(), Exit::Ok);
         assert_eq!(goals(true, f64::NAN).exit(), Exit::Failure);
+    }
+
+    /// A p99 with a median of 1.044 was "met", although its interval reached from 0.752 to 1.131.
+    #[test]
+    fn a_median_whose_interval_reaches_beyond_the_bound_is_not_shown_to_be_worse() {
+        let of = |found, interval| {
+            Goals::new("9 pairs", true).at_most_with_interval("p99", found, interval, 1.1, "")
+        };
+        let unsure = of(1.044, Some([0.752, 1.131]));
+        let line = "| p99 | 1.044 (95 %: 0.752 to 1.131) | 1.1 | not shown to be worse |\n";
+        assert!(unsure.table().contains(line), "{}", unsure.table());
+        assert_eq!(unsure.exit(), Exit::Ok);
+        assert!(of(1.044, Some([0.9, 1.1])).table().contains("| met |"));
+        assert_eq!(of(1.2, Some([0.9, 1.3])).exit(), Exit::Failure);
+    }
+
+    #[test]
+    fn a_figure_without_a_goal_is_neither_met_nor_missed() {
+        let goals = Goals::new("10 mounts", true).figure("age", 412.0, " s");
+        assert!(goals.table().contains("| age | 412 s | none |  |\n"), "{}", goals.table());
+        assert_eq!(goals.exit(), Exit::Ok);
     }
 
     /// `daemon-memory` said of any number of mounts that it met a goal of 10,000.
