@@ -73,6 +73,11 @@ impl Daemon {
         Ok(serde_json::from_slice(&self.ask("POST /v1/sample")?)?)
     }
 
+    /// The report that was published last.
+    pub(crate) fn report(&self) -> Result<Report> {
+        Ok(serde_json::from_slice(&self.ask("GET /v1/report")?)?)
+    }
+
     pub(crate) fn metrics(&self) -> Result<Metrics> {
         Ok(Metrics(String::from_utf8(self.ask("GET /metrics")?)?))
     }

@@ -199,7 +199,10 @@ fn short_lived_containers_come_and_go_over_warmed_images_and_others() {
     let left = result["left"].as_array().unwrap();
     let warmed: Vec<_> = left.iter().map(|it| (&it["warmed"], &it["containers"])).collect();
     assert_eq!(warmed, [(&json!(true), &json!(3)), (&json!(false), &json!(3))]);
-    assert!(left.iter().all(|it| it["dying_cgroups"].is_i64()), "{result}");
+    assert!(
+        left.iter().all(|it| it["dying_before"].is_u64() && it["dying_after"].is_u64()),
+        "{result}"
+    );
     images.assert_nothing_is_left();
 }
 
@@ -228,7 +231,7 @@ fn the_measured_daemon_has_a_configuration_of_its_own() {
     let given = images.dir.path().join("given");
     fs::write(&daemon, format!("#!/bin/sh\ncp \"$5\" '{}'\nexit 1\n", given.display())).unwrap();
     fs::set_permissions(&daemon, fs::Permissions::from_mode(0o700)).unwrap();
-    let mut command = images.benchmark("churn", &["--containers", "1", "--rounds", "1"]);
+    let mut command = images.benchmark("churn", &["--containers", "2", "--rounds", "1"]);
     Ran::of(command.arg("--cofolio").arg(&daemon).output().unwrap()).fails_with(1);
     assert!(fs::read_to_string(given).unwrap().contains("gc_hours = 0"));
     images.assert_nothing_is_left();

@@ -135,7 +135,7 @@ pub(crate) struct Images {
     /// The list of the files that a container of each image touches.
     pub(crate) profiles: Vec<PathBuf>,
     /// What a container of each image does below that directory.
-    pub(super) logs: Vec<Log>,
+    pub(crate) logs: Vec<Log>,
     /// A directory for each image with a copy of the file that a container maps, named `mapped`.
     copies: Vec<PathBuf>,
     /// The list of that one file.

@@ -42,10 +42,10 @@ pub(crate) struct Args {
 #[derive(Debug, Clone)]
 pub(crate) struct Log {
     /// List of the files that it stats.
-    pub(super) stat: PathBuf,
+    pub(crate) stat: PathBuf,
     /// The file that it writes, below its root. Where it cannot write, `/dev/null`: each process is to
     /// have the same pages, because one page table more is more than a read-only container may take.
-    pub(super) write: PathBuf,
+    pub(crate) write: PathBuf,
 }
 
 /// Bytes that it writes.
