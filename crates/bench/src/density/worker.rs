@@ -184,6 +184,12 @@ impl Workers {
         Ok(())
     }
 
+    /// How many of them still run.
+    pub(crate) fn alive(&mut self) -> io::Result<usize> {
+        let mut children = self.children.iter_mut();
+        children.try_fold(0, |count, it| Ok(count + usize::from(it.try_wait()?.is_none())))
+    }
+
     /// Ends all workers.
     pub(crate) fn end(&mut self) -> io::Result<()> {
         self.hold = None;
