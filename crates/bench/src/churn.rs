@@ -832,8 +832,8 @@ mod tests {
         before(11).ensure_it_shows_something().unwrap_err();
     }
 
-    /// 40 cgroups were left while 35 older ones went: "5", which met the goal. And 500 containers
-    /// could leave as many cgroups without missing it.
+    /// The count was less what was there before: 40 left while 35 older ones went would have been 5,
+    /// which meets the goal. And 500 containers could leave as many as they liked.
     #[test]
     fn the_count_afterwards_is_judged() {
         let exit = |warmed| short_lived(warmed, [1000, 0, 500]).goals().exit();
@@ -865,7 +865,7 @@ mod tests {
         with(|it| (it.running, it.containers) = (249, 249)).unwrap_err();
     }
 
-    /// Reports that came in the time of one look were taken for looks.
+    /// Each published report counted as a look. The ages say when a look began, but only to a second.
     #[test]
     fn a_look_is_counted_once() {
         let mut rounds = Rounds::default();
