@@ -219,9 +219,19 @@ fn resident_bytes(domain: &Domain, name: &FileName) -> Result<u64, BoxError> {
     Ok(cache::resident_pages(descriptor, file.size()?)? * cache::page_size())
 }
 
-fn hash(domain: u16, digest: &Digest) -> u64 {
+/// The first bytes of an object's digest. They tell the objects of an index apart: to find another
+/// content with those of a given object takes 2^64 attempts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ShortDigest([u8; 8]);
+
+impl ShortDigest {
+    pub(super) fn of(digest: &Digest) -> Self {
+        Self(digest.0.first_chunk().copied().unwrap_or_default())
+    }
+}
+
+fn hash(domain: u16, ShortDigest(bytes): ShortDigest) -> u64 {
     // A digest is as good as random.
-    let bytes = digest.0.first_chunk().copied().unwrap_or_default();
     u64::from_le_bytes(bytes) ^ u64::from(domain).wrapping_mul(0x9E37_79B9_7F4A_7C15)
 }
 
@@ -318,11 +328,24 @@ impl Index {
     }
 
     pub(super) fn find(&self, domain: u16, digest: &Digest) -> Option<ObjectId> {
+        self.find_where(domain, ShortDigest::of(digest), |object| object.digest == *digest)
+    }
+
+    pub(super) fn find_short(&self, domain: u16, short: ShortDigest) -> Option<ObjectId> {
+        self.find_where(domain, short, |object| ShortDigest::of(&object.digest) == short)
+    }
+
+    fn find_where(
+        &self,
+        domain: u16,
+        short: ShortDigest,
+        is_it: impl Fn(&Object) -> bool,
+    ) -> Option<ObjectId> {
         let is = |slot: &u32| {
             let object = &self.objects[*slot as usize];
-            object.domain == domain && object.digest == *digest
+            object.domain == domain && is_it(object)
         };
-        self.by_digest.find(hash(domain, digest), is).copied().map(ObjectId)
+        self.by_digest.find(hash(domain, short), is).copied().map(ObjectId)
     }
 
     /// Takes up domains and images that came, and drops those that went. What does not fit into the
@@ -455,9 +478,9 @@ impl Index {
             }
         };
         let objects = &self.objects;
-        self.by_digest.insert_unique(hash(domain, &digest), slot, |slot| {
+        self.by_digest.insert_unique(hash(domain, ShortDigest::of(&digest)), slot, |slot| {
             let object = &objects[*slot as usize];
-            hash(object.domain, &object.digest)
+            hash(object.domain, ShortDigest::of(&object.digest))
         });
         ObjectId(slot)
     }
@@ -468,7 +491,7 @@ impl Index {
             let object = &mut self.objects[id.0 as usize];
             object.images -= 1;
             if object.images == 0 {
-                let hash = hash(object.domain, &object.digest);
+                let hash = hash(object.domain, ShortDigest::of(&object.digest));
                 if let Ok(entry) = self.by_digest.find_entry(hash, |slot| *slot == id.0) {
                     entry.remove();
                 }

@@ -268,7 +268,8 @@ impl Ledger {
         let mut files = HashMap::new();
         for (mount, superblock) in self.superblocks.iter().filter(|(_, it)| it.has_page_files()) {
             let _ = self.usage.for_each_of_mount(mount, |usage| {
-                if let Some(path) = superblock.page_file(usage.object) {
+                let object = self.index.object(usage.object);
+                if let Some(path) = object.and_then(|it| superblock.page_file(&it.digest)) {
                     files.insert(usage.object, path);
                 }
                 ControlFlow::<()>::Continue(())

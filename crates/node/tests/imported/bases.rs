@@ -260,6 +260,61 @@ fn the_ledger_knows_what_was_mounted_before_there_was_a_base() {
     mounter.umount(&over, &UmountOptions::default()).unwrap();
 }
 
+/// The table of a base left out the files that no image used so far, and later images over the base
+/// shared it: what was used of them was in no account.
+#[test]
+fn the_ledger_knows_files_of_a_base_that_only_later_images_use() {
+    let test = "the_ledger_knows_files_of_a_base_that_only_later_images_use";
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("SKIP {test}: needs root");
+    }
+    let bench = Bench::new();
+    let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
+    // These remove the base's one/file7.
+    let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
+    let (first, _) = import(&bench, "first", &[&one, &two, &a]);
+    import(&bench, "second", &[&one, &two, &b]);
+    let run = || RunDir::at(bench.path("run"));
+    let mounter = Mounter::new(&bench.domain, run(), &ImageContents);
+    let mount = |image: Digest, name: &str| {
+        let request = MountRequest::new(image, bench.path(name));
+        let request = MountRequest { create_target: true, ..request };
+        mounter.mount(&request).map(|record| record.target)
+    };
+    let before = match mount(first, "before") {
+        Ok(target) => target,
+        Err(error) => return eprintln!("SKIP {test}: {error}"),
+    };
+    let mut ledger = Ledger::new(bench.domain.store().clone(), run());
+    ledger.sample_all().unwrap();
+    let nothing = || Ok(vec![first]);
+    let gc = || bench.domain.gc(&ImageContents, &nothing, &GcOptions::default()).unwrap();
+    // The second time, the file has been forgotten, and another one has its place in the index.
+    for name in ["third", "fourth"] {
+        let own = Blob::gzip(&Tar::new().dir("etc").file("etc/name", name.as_bytes()).end());
+        let (image, _) = import(&bench, name, &[&one, &two, &own]);
+        assert_eq!(base_of(&bench, &image), base_of(&bench, &first));
+        let target = mount(image, name).unwrap();
+        ledger.sample_all().unwrap();
+        // Uses count from the next tick after a new object was taken up.
+        std::thread::sleep(Duration::from_millis(200));
+        let file = std::fs::File::open(target.join("one/file7")).unwrap();
+        let size = file.metadata().unwrap().len();
+        let map = FileMap::new(&file, size).unwrap();
+        map.read_at(0, &mut [0]);
+        ledger.sample_all().unwrap();
+        let files = ledger.files("default", &image).unwrap().unwrap();
+        let used = files.iter().filter(|file| file.users > 0).map(|file| file.path.as_str());
+        assert_eq!(used.collect::<Vec<_>>(), ["/one/file7"], "{name}");
+        drop((map, file));
+        mounter.umount(&target, &UmountOptions::default()).unwrap();
+        bench.domain.remove_ref(name).unwrap();
+        gc();
+        ledger.sample_all().unwrap();
+    }
+    mounter.umount(&before, &UmountOptions::default()).unwrap();
+}
+
 /// Figures were asked for in the middle of a round over all objects, and those that it had looked
 /// at already were not looked at again.
 #[test]

@@ -19,7 +19,7 @@ impl Superblock {
     pub(super) fn layer_of(&self, index: &Index, found: Found) -> Option<(usize, ObjectId)> {
         let known = self.layer_devices.iter().find(|(device, _)| *device == found.device);
         if let Some((_, layer)) = known {
-            return Some((*layer, self.layers[*layer].get(found.inode)?));
+            return Some((*layer, self.layers[*layer].get(index, found.inode)?));
         }
         if self.layer_devices.len() == self.layers.len() {
             return None;
@@ -27,7 +27,7 @@ impl Superblock {
         let is_it = |id: &ObjectId| index.object(*id).is_some_and(|it| it.size == found.size);
         let candidates = self.layers.iter().enumerate();
         let candidates =
-            candidates.filter_map(|(n, it)| Some((n, it.get(found.inode).filter(is_it)?)));
+            candidates.filter_map(|(n, it)| Some((n, it.get(index, found.inode).filter(is_it)?)));
         let mut candidates = candidates.collect::<Vec<_>>();
         // Where two layers have such a file, another one will tell which device is whose.
         candidates.pop().filter(|_| candidates.is_empty())
@@ -40,7 +40,7 @@ impl Superblock {
         let mut devices = Vec::new();
         for (number, layer) in self.layers.iter().enumerate() {
             let is_it = |found: &Found| {
-                let object = layer.get(found.inode).and_then(|id| index.object(id));
+                let object = layer.get(index, found.inode).and_then(|id| index.object(id));
                 object.is_some_and(|object| object.size == found.size)
                     && self.upper.as_ref().is_none_or(|upper| upper.device != found.device)
             };

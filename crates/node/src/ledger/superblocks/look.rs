@@ -104,7 +104,8 @@ pub(super) fn proven(
     look: &mut Look,
 ) -> Option<(usize, ObjectId)> {
     let candidates = layers.iter().enumerate();
-    let candidates = candidates.filter_map(|(layer, it)| Some((layer, it.get(mapping.inode)?)));
+    let candidates =
+        candidates.filter_map(|(layer, it)| Some((layer, it.get(index, mapping.inode)?)));
     let mut candidates = candidates.collect::<Vec<_>>().into_iter();
     if backend == Backend::InodeShare {
         return candidates.next();

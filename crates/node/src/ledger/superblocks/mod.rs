@@ -123,16 +123,14 @@ const IDENTIFIED_MAX: usize = 1 << 18;
 
 impl Superblock {
     /// The file that holds the pages of an object in place of the store's, with `inode-share`.
-    pub(super) fn page_file(&self, object: ObjectId) -> Option<PathBuf> {
+    pub(super) fn page_file(&self, object: &Digest) -> Option<PathBuf> {
         let Place::Mounted(top, _) = &self.place else { return None };
-        let paths = &self.layers.first()?.paths;
-        let found = paths.binary_search_by_key(&object, |(id, _)| *id).ok()?;
-        Some(top.join(&*paths[found].1))
+        Some(top.join(self.layers.first()?.path(object)?))
     }
 
     /// Whether pages are in files of its own and not in the store's.
     pub(super) fn has_page_files(&self) -> bool {
-        self.layers.first().is_some_and(|layer| !layer.paths.is_empty())
+        self.layers.first().is_some_and(|layer| layer.has_paths())
     }
 
     /// Whether a file lies among the changes; `None` where they cannot be looked at.
@@ -218,7 +216,7 @@ impl Superblocks {
             return self.seen_again(slot, mapping, index);
         }
         if let ([layer], false) = (&superblock.layers[..], superblock.is_writable) {
-            return Some((id_of(slot)?, layer.get(mapping.inode)?));
+            return Some((id_of(slot)?, layer.get(index, mapping.inode)?));
         }
         self.look.spend(1)?;
         let path = Path::new(OsStr::from_bytes(mapping.path));
@@ -254,7 +252,7 @@ impl Superblocks {
         let slot = *self.by_file_device.get(&found.device)?;
         let superblock = self.slots.get(slot)?.as_ref()?;
         if let ([layer], false) = (&superblock.layers[..], superblock.is_writable) {
-            return Some((id_of(slot)?, layer.get(found.inode)?));
+            return Some((id_of(slot)?, layer.get(index, found.inode)?));
         }
         let is_changed = superblock.is_changed(path);
         // Where nobody knows, the size tells most of them.

@@ -195,7 +195,7 @@ impl Superblocks {
         let slot = match shown {
             Some(shown) => {
                 let Some(domain) = index.domain_number(&shown.domain) else { return };
-                // Objects of an image that the index does not have yet have no numbers.
+                // What is used of an image that the index does not have yet cannot be noted.
                 if !index.domains()[domain as usize].images.contains_key(&shown.image) {
                     return;
                 }

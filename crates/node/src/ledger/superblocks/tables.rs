@@ -10,40 +10,56 @@ use cofolio_image::compose::named_objects::{object_of, open_image};
 use cofolio_store::{BoxError, Digest, Domain, Error, StoredFile};
 
 use super::super::LedgerError;
-use super::super::index::Index;
+use super::super::index::{Index, ShortDigest};
 use super::super::usage::ObjectId;
 use crate::cache::leave_cache;
 use crate::settings::Backend;
 
 /// The objects of a metadata image by inode number.
+///
+/// It has no numbers of objects: a base names objects that no image of the index names, or names
+/// only later, and these have no number or get another one while the table is shared.
 #[derive(Debug)]
 pub(super) struct Inodes {
+    /// Number of the trust domain.
+    domain: u16,
     /// Sorted by inode number.
-    objects: Box<[(u32, ObjectId)]>,
+    objects: Box<[(u32, ShortDigest)]>,
     /// The path of a file with an object, relative to the root.
     pub(super) sample: PathBuf,
     /// Of a pack, sorted, with a path of each relative to the root. Empty for a metadata image.
-    pub(super) paths: Box<[(ObjectId, Box<Path>)]>,
+    paths: Box<[(ShortDigest, Box<Path>)]>,
 }
 
 impl Inodes {
     /// A table of one file.
     #[cfg(test)]
-    pub(super) fn of_one(inode: u32, object: ObjectId) -> Self {
+    pub(super) fn of_one(inode: u32, object: &Digest) -> Self {
         let (sample, paths) = (PathBuf::new(), Box::default());
-        Self { objects: Box::new([(inode, object)]), sample, paths }
+        Self { domain: 0, objects: Box::new([(inode, ShortDigest::of(object))]), sample, paths }
     }
 
-    pub(super) fn get(&self, inode: u64) -> Option<ObjectId> {
+    /// The object of an inode, if an image of the index names it.
+    pub(super) fn get(&self, index: &Index, inode: u64) -> Option<ObjectId> {
         // Number times 32 is where the inode lies: 2^32 of them are 128 GiB of metadata. Higher bits
         // are the layer's, where overlayfs composes numbers (xino).
         let low = u32::try_from(inode & u64::from(u32::MAX)).ok()?;
         let found = self.objects.binary_search_by_key(&low, |(inode, _)| *inode).ok()?;
-        Some(self.objects[found].1)
+        index.find_short(self.domain, self.objects[found].1)
     }
-}
 
-impl Inodes {
+    /// Whether the pages of its objects are in files of a pack.
+    pub(super) fn has_paths(&self) -> bool {
+        !self.paths.is_empty()
+    }
+
+    /// The path of a pack's file with an object, relative to the root.
+    pub(super) fn path(&self, object: &Digest) -> Option<&Path> {
+        let short = ShortDigest::of(object);
+        let found = self.paths.binary_search_by_key(&short, |(object, _)| *object).ok()?;
+        Some(&self.paths[found].1)
+    }
+
     /// Reads the table of a metadata image, or of an image's pack.
     pub(super) fn read(
         index: &Index,
@@ -54,11 +70,13 @@ impl Inodes {
         let domain = &index.domains().get(number as usize).ok_or("no such domain")?.domain;
         let (mut objects, mut sample) = (Vec::new(), None::<Vec<u8>>);
         let mut add = |nid: u64, path: &[u8], object: &Digest| -> Result<(), BoxError> {
-            let Some(id) = index.find(number, object) else { return Ok(()) };
-            objects.push((u32::try_from(nid)?, id));
-            // The fewer directories, the fewer inodes does a look at it cost.
+            objects.push((u32::try_from(nid)?, ShortDigest::of(object)));
+            // The fewer directories, the fewer inodes does a look at it cost. A base's object that
+            // no image names is nowhere to be seen.
             let depth = |path: &[u8]| path.iter().filter(|byte| **byte == b'/').count();
-            if sample.as_ref().is_none_or(|sample| depth(path) < depth(sample)) {
+            if sample.as_ref().is_none_or(|sample| depth(path) < depth(sample))
+                && index.find(number, object).is_some()
+            {
                 sample = Some(path.to_vec());
             }
             Ok(())
@@ -79,18 +97,19 @@ impl Inodes {
                 by_path.get(path).map_or(Ok(()), |object| add(nid, path, object))
             })?;
         }
-        let mut paths: Vec<(ObjectId, Box<Path>)> = Vec::new();
+        let mut paths: Vec<(ShortDigest, Box<Path>)> = Vec::new();
         for (path, object) in &by_path {
             let path = Path::new(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)));
-            paths.extend(index.find(number, object).map(|id| (id, path.into())));
+            paths.push((ShortDigest::of(object), path.into()));
         }
         paths.sort_unstable();
-        paths.dedup_by_key(|(id, _)| *id);
+        paths.dedup_by_key(|(object, _)| *object);
         objects.sort_unstable();
         objects.dedup();
         let sample = sample.unwrap_or_default();
         let sample = Path::new(OsStr::from_bytes(sample.strip_prefix(b"/").unwrap_or(&sample)));
-        Ok(Self { objects: objects.into(), sample: sample.to_owned(), paths: paths.into() })
+        let (objects, paths) = (objects.into(), paths.into());
+        Ok(Self { domain: number, objects, sample: sample.to_owned(), paths })
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::source::Source;
 use cofolio_store::task::Task;
+use cofolio_store::verity::digest;
 use cofolio_store::{Digest, InitOptions, Store};
 use cofolio_sys::{cache, pagemap};
 
@@ -28,6 +29,7 @@ use crate::settings::Backend;
 
 const IMAGE: &str = "2492664271cd9a238b4cf0dfb7eee50a5b508206ffb2f994a5a9f3d588849784";
 const DEVICE: Device = (0, 64);
+const ONE_PAGE: &[u8] = b"one page";
 
 struct Proc(tempfile::TempDir);
 
@@ -52,16 +54,20 @@ impl Proc {
         self.shows(namespace, "");
     }
 
-    /// With an image of one file, which [`adopted`] shows.
-    fn ledger(&self) -> Ledger {
+    /// A store with an image of one file, which [`adopted`] shows.
+    fn store(&self) -> Store {
         let store = Store::init(&self.root().join("store"), &InitOptions::default()).unwrap();
         let directory = self.root().join("image");
         fs::create_dir(&directory).unwrap();
-        fs::write(directory.join("file"), "one page").unwrap();
+        fs::write(directory.join("file"), ONE_PAGE).unwrap();
         let source = Source::parse(directory.to_str().unwrap()).unwrap();
         let domain = store.domain("default").unwrap();
         import(&domain, &source, &ImportOptions::default(), &Task::default()).unwrap();
-        let mut ledger = Ledger::new(store, RunDir::at(self.root().join("run")));
+        store
+    }
+
+    fn ledger(&self) -> Ledger {
+        let mut ledger = Ledger::new(self.store(), RunDir::at(self.root().join("run")));
         ledger.refresh(&Budget::UNLIMITED).unwrap();
         ledger.root = self.root().to_owned();
         ledger.hierarchy = Hierarchy::find(Path::new("/nowhere"));
@@ -93,7 +99,7 @@ fn adopted(look: &Look) -> Superblocks {
         backend: Backend::InodeShare,
         is_writable: false,
         upper: None,
-        layers: vec![Arc::new(Inodes::of_one(36, ObjectId(0)))],
+        layers: vec![Arc::new(Inodes::of_one(36, &digest(ONE_PAGE)))],
         layer_devices: Vec::new(),
         serial: 0,
         is_sampled: false,
@@ -143,8 +149,8 @@ fn another_filesystem_with_the_number_of_an_adopted_one_is_none_of_ours() {
     let made_up = Proc::new();
     made_up.process(1, "a");
     made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
-    let store = Store::init(&made_up.root().join("store"), &InitOptions::default()).unwrap();
-    let index = Index::new(store);
+    let mut index = Index::new(made_up.store());
+    index.refresh(1, &Budget::UNLIMITED).1.unwrap();
     let mut superblocks = adopted(&Look::new(made_up.root(), 1));
     let seen = |superblocks: &mut Superblocks| {
         superblocks.mapped(made_up.root(), 1, &mapping(b"1000-2000"), &index)
