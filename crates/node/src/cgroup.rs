@@ -141,6 +141,18 @@ impl Hierarchy {
         self.mount.join(cgroup.trim_start_matches('/'))
     }
 
+    /// What a cgroup may hold before the kernel reclaims from it, in bytes: the lowest limit of it
+    /// and those above it, if any has one.
+    pub(crate) fn limit_bytes(&self, cgroup: &str) -> Option<u64> {
+        let files: &[&str] = match self.version {
+            Version::V1 => &["memory.limit_in_bytes"],
+            Version::V2 => &["memory.high", "memory.max"],
+        };
+        let directory = self.directory(cgroup);
+        let all = directory.ancestors().take_while(|it| it.starts_with(&self.mount));
+        all.flat_map(|it| files.iter().filter_map(move |file| limit_in(&it.join(file)).ok()?)).min()
+    }
+
     /// The interface it speaks.
     pub fn version(&self) -> Version {
         self.version
@@ -281,9 +293,7 @@ impl Cgroup {
     /// # Errors
     /// [`CgroupError::Io`].
     pub fn limit_bytes(&self) -> Result<Option<u64>> {
-        let limit = read_text(&self.limit_file())?.trim().parse::<u64>().ok();
-        // Version 2 says `max`, version 1 the largest number of whole pages below 2^63.
-        Ok(limit.filter(|bytes| *bytes < 1 << 62))
+        limit_in(&self.limit_file())
     }
 
     fn limit_file(&self) -> PathBuf {
@@ -333,6 +343,13 @@ impl Cgroup {
     pub fn charge(&self) -> Result<Charge> {
         read_charge(self.hierarchy.version, &self.path)
     }
+}
+
+/// The limit in a file of a cgroup, if it has one.
+fn limit_in(file: &Path) -> Result<Option<u64>> {
+    let limit = read_text(file)?.trim().parse::<u64>().ok();
+    // Version 2 says `max`, version 1 the largest number of whole pages below 2^63.
+    Ok(limit.filter(|bytes| *bytes < 1 << 62))
 }
 
 /// Whether a path of a cgroup is that of `top`, or lies below it.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cofolio_store::Store;
@@ -37,10 +37,11 @@ const OPENS_MAX: usize = 16_384;
 /// The time of the usage lists, which last for eight years of it.
 pub(super) const TICKS_PER_SECOND: u32 = 16;
 
-/// Bytes of the usage lists at most, and at most a sixteenth of the machine's memory. Whoever may
-/// make cgroups could otherwise fill it: a process that is moved through all of them uses
-/// everything in each. 10,000 containers that use 100 objects through each of 20 mounts take 0.58
-/// GB.
+/// Bytes of the usage lists at most, and at most a sixteenth of the machine's memory and half of
+/// what this process's own cgroup may hold: a report takes a third of the lists' size besides.
+/// Whoever may make cgroups could otherwise fill it: a process that is moved through all of them
+/// uses everything in each. 10,000 containers that use 100 objects through each of 20 mounts take
+/// 0.58 GB.
 const USAGE_BYTES_MAX: u64 = 2 << 30;
 
 /// Memory of the usage lists.
@@ -52,6 +53,15 @@ pub struct UsageCost {
     pub lists: u64,
     /// Objects in the lists of all pairs.
     pub entries: u64,
+}
+
+fn usage_bytes_max(root: &Path, hierarchy: Option<&Hierarchy>) -> u64 {
+    let of_machine = Machine::read(root).map_or(u64::MAX, |it| it.memory_bytes / 16);
+    let of_own_cgroup = hierarchy.and_then(|hierarchy| {
+        let cgroup = processes::cgroup(root, std::process::id(), hierarchy.version()).ok()??;
+        Some(hierarchy.limit_bytes(&cgroup)? / 2)
+    });
+    USAGE_BYTES_MAX.min(of_machine).min(of_own_cgroup.unwrap_or(u64::MAX))
 }
 
 /// When rounds of looks began.
@@ -82,7 +92,7 @@ pub struct Ledger {
     pub(super) usage: UsageLists,
     /// What the lists may take.
     pub(super) usage_bytes_max: u64,
-    /// Of it, once they take more than half; counted anew after each refresh.
+    /// Each cgroup's share of `usage_bytes_max`; `None` below half of it, and after a refresh.
     usage_shares: Option<Shares>,
     pub(super) pressure: Pressure,
     opens: Option<Opens>,
@@ -113,16 +123,16 @@ impl Ledger {
     /// A ledger that has seen nothing yet. `run` is the run directory of the store.
     pub fn new(store: Store, run: RunDir) -> Self {
         let root = PathBuf::from("/");
-        let share = Machine::read(&root).map_or(u64::MAX, |it| it.memory_bytes / 16);
+        let hierarchy = Hierarchy::find(&root);
         Self {
             run,
-            hierarchy: Hierarchy::find(&root),
+            usage_bytes_max: usage_bytes_max(&root, hierarchy.as_ref().ok()),
+            hierarchy,
             root,
             index: Index::new(store),
             superblocks: Superblocks::default(),
             cgroups: CgroupIds::default(),
             usage: UsageLists::new(16),
-            usage_bytes_max: share.min(USAGE_BYTES_MAX),
             usage_shares: None,
             pressure: Pressure::default(),
             opens: None,
@@ -348,6 +358,11 @@ impl Ledger {
         if self.usage.touch_listed(mount, cgroup, object, now).is_some() {
             return true;
         }
+        // What removals have left free is held until most of it is.
+        let is_held = self.usage.memory_bytes() as u64 >= self.usage_bytes_max;
+        if is_held && !self.usage.has_free_place(mount, cgroup) {
+            return false;
+        }
         let before = self.usage.count().bytes_max();
         if !self.has_room(cgroup, before) {
             return false;
@@ -513,5 +528,71 @@ impl Ledger {
     pub(super) fn name_of(&self, cgroup: &str) -> Option<String> {
         let name = cgroup.strip_prefix("/cofolio/")?.split('/').next()?;
         name.strip_suffix(&self.run.tag())?.strip_suffix('-').map(str::to_owned)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cofolio_store::InitOptions;
+
+    use super::*;
+
+    /// A ledger whose lists may take a mebibyte.
+    fn small() -> (tempfile::TempDir, Ledger) {
+        let root = tempfile::tempdir().unwrap();
+        let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
+        let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
+        ledger.usage_bytes_max = 1 << 20;
+        (root, ledger)
+    }
+
+    /// Only used entries counted. A part of the lists gives memory back when three quarters of it
+    /// are free, so what was removed there made room for as much elsewhere, and all of it was held.
+    #[test]
+    fn the_limit_of_the_usage_lists_holds_while_uses_come_and_go() {
+        let (_root, mut ledger) = small();
+        let cgroup = ledger.cgroups.number("/", None).unwrap();
+        for mount in 0..16 {
+            let fill = |ledger: &mut Ledger| {
+                let notes = |it: &u32| ledger.note_use(MountId(mount), cgroup, ObjectId(*it));
+                (0..1 << 20).take_while(notes).count()
+            };
+            fill(&mut ledger);
+            // A table may have doubled.
+            let bytes = ledger.usage.memory_bytes();
+            assert!(bytes < (1 << 20) * 5 / 4, "{mount}: {bytes}");
+            ledger.usage.retain(|it| it.object.0 % 10 < 3);
+        }
+        // What is free there is room, though it is held.
+        assert!(ledger.usage.memory_bytes() >= 1 << 20);
+        assert!(ledger.note_use(MountId(0), cgroup, ObjectId(u32::MAX)));
+        ledger.usage.retain(|_| false);
+        assert_eq!(ledger.usage.memory_bytes(), 0);
+    }
+
+    /// The service is throttled above 400 MiB, and the lists alone could take 2 GiB.
+    #[test]
+    fn the_usage_lists_take_half_of_what_the_own_cgroup_may_hold() {
+        let root = tempfile::tempdir().unwrap();
+        let plant = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let of = || {
+            let hierarchy = Hierarchy::at(Version::V2, &root.path().join("cgroup"));
+            usage_bytes_max(root.path(), Some(&hierarchy))
+        };
+        let meminfo = "MemTotal: 67108864 kB\nMemAvailable: 1 kB\nCached: 1 kB\nShmem: 1 kB\n";
+        plant("proc/meminfo", meminfo);
+        assert_eq!(of(), 2 << 30);
+        plant("proc/meminfo", &meminfo.replace("67108864", "16777216"));
+        assert_eq!(of(), 1 << 30);
+        plant(&format!("proc/{}/cgroup", std::process::id()), "0::/system/cofolio.service\n");
+        plant("cgroup/system/memory.max", "1073741824\n");
+        plant("cgroup/system/cofolio.service/memory.max", "max\n");
+        assert_eq!(of(), 512 << 20);
+        plant("cgroup/system/cofolio.service/memory.high", "419430400\n");
+        assert_eq!(of(), 200 << 20);
     }
 }

@@ -77,7 +77,8 @@ impl Ledger {
 
     /// Uses as [`Ledger::for_each_use`] has them.
     fn uses(&self, image: impl Fn(MountId) -> Option<u32>) -> Vec<Use> {
-        let mut uses = Vec::new();
+        // One that grows would take up to twice as much.
+        let mut uses = Vec::with_capacity(self.usage.count().entries);
         self.for_each_use(|usage| {
             if let Some(image) = image(usage.mount) {
                 uses.push(Use { object: usage.object.0, cgroup: usage.cgroup.0, image });

@@ -17,7 +17,14 @@ mod slab;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use std::{iter::Sum, ops::ControlFlow, sync::PoisonError};
+use std::{
+    iter::Sum,
+    ops::{ControlFlow, Deref, DerefMut},
+    sync::{
+        PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
 
 use self::{
     shard::{Axis, Shard},
@@ -67,7 +74,8 @@ pub struct Count {
 
 impl Count {
     /// Bytes that so many lists and entries take at most while nothing is removed, but for what a
-    /// table takes while it grows.
+    /// table takes while it grows. What removed ones took may be kept for later ones:
+    /// [`UsageLists::memory_bytes`] says what is held.
     pub fn bytes_max(&self) -> u64 {
         // Of a slab, a fifth may be free. A table has five bytes a place, and 7 of 16 in use at
         // least; an entry is in one table, a list in three at most.
@@ -90,13 +98,59 @@ impl Sum for Count {
 #[derive(Debug)]
 pub struct UsageLists {
     shards: Box<[Mutex<Shard>]>,
+    /// Of all shards together.
+    held: Held,
+}
+
+/// What shards hold, as it was when each of them was last unlocked.
+#[derive(Debug, Default)]
+struct Held {
+    lists: AtomicUsize,
+    entries: AtomicUsize,
+    bytes: AtomicUsize,
+}
+
+/// A shard that may be changed.
+struct Changing<'l> {
+    shard: MutexGuard<'l, Shard>,
+    held: &'l Held,
+    /// What the shard held before.
+    before: (Count, usize),
+}
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        let (count, bytes) = self.before;
+        let now = self.shard.count();
+        let add = |held: &AtomicUsize, now: usize, before: usize| {
+            held.fetch_add(now.wrapping_sub(before), Relaxed);
+        };
+        add(&self.held.lists, now.lists, count.lists);
+        add(&self.held.entries, now.entries, count.entries);
+        add(&self.held.bytes, self.shard.allocated_bytes(), bytes);
+    }
+}
+
+impl Deref for Changing<'_> {
+    type Target = Shard;
+
+    fn deref(&self) -> &Shard {
+        &self.shard
+    }
+}
+
+impl DerefMut for Changing<'_> {
+    fn deref_mut(&mut self) -> &mut Shard {
+        &mut self.shard
+    }
 }
 
 impl UsageLists {
     /// Makes an empty matrix of at least one shard. A few shards per processor keep threads from
     /// waiting for each other.
     pub fn new(shards: usize) -> UsageLists {
-        UsageLists { shards: (0..shards.max(1)).map(|_| Mutex::default()).collect() }
+        let shards = (0..shards.max(1)).map(|_| Mutex::default()).collect();
+        UsageLists { shards, held: Held::default() }
     }
 
     /// Records that a cgroup uses an object through a mount at the time `now`. Returns the time of
@@ -114,7 +168,7 @@ impl UsageLists {
         object: ObjectId,
         now: u32,
     ) -> Option<u32> {
-        self.shard(mount).touch([mount.0, cgroup.0], object.0, now)
+        self.change(self.shard_of(mount)).touch([mount.0, cgroup.0], object.0, now)
     }
 
     /// As [`Self::touch`], but does nothing if the object is not on the pair's list.
@@ -125,12 +179,12 @@ impl UsageLists {
         object: ObjectId,
         now: u32,
     ) -> Option<u32> {
-        self.shard(mount).touch_listed([mount.0, cgroup.0], object.0, now)
+        self.change(self.shard_of(mount)).touch_listed([mount.0, cgroup.0], object.0, now)
     }
 
     /// Drops all lists of a mount.
     pub fn remove_mount(&self, mount: MountId) {
-        self.shard(mount).remove_mount(mount.0);
+        self.change(self.shard_of(mount)).remove_mount(mount.0);
     }
 
     /// Hands all lists of a cgroup to another one, its parent. Returns the number of lists.
@@ -148,13 +202,13 @@ impl UsageLists {
         if cgroup == parent {
             return 0;
         }
-        self.locked().map(|mut shard| shard.reparent(cgroup.0, parent.0)).sum()
+        self.shards.iter().map(|shard| self.change(shard).reparent(cgroup.0, parent.0)).sum()
     }
 
     /// Removes the entries for which `keep` returns false, and returns their number. It looks at every
     /// entry. As `visit` of [`Self::for_each`], `keep` runs under the lock of a shard.
     pub fn retain(&self, mut keep: impl FnMut(Usage) -> bool) -> usize {
-        self.locked().map(|mut shard| shard.retain(&mut keep)).sum()
+        self.shards.iter().map(|shard| self.change(shard).retain(&mut keep)).sum()
     }
 
     /// Calls `visit` for every entry until it breaks: list by list in any order, and within a list
@@ -172,7 +226,7 @@ impl UsageLists {
         mount: MountId,
         visit: impl FnMut(Usage) -> ControlFlow<B>,
     ) -> ControlFlow<B> {
-        self.shard(mount).usages_of(Axis::Mount, mount.0).try_for_each(visit)
+        lock(self.shard_of(mount)).usages_of(Axis::Mount, mount.0).try_for_each(visit)
     }
 
     /// As [`Self::for_each`], for one cgroup.
@@ -185,14 +239,20 @@ impl UsageLists {
             .try_for_each(|shard| shard.usages_of(Axis::Cgroup, cgroup.0).try_for_each(&mut visit))
     }
 
-    /// Counts everything, in constant time for each shard.
+    /// Counts everything, in constant time and without a lock.
     pub fn count(&self) -> Count {
-        self.locked().map(|shard| shard.count()).sum()
+        let Held { lists, entries, .. } = &self.held;
+        Count { lists: lists.load(Relaxed), entries: entries.load(Relaxed) }
+    }
+
+    /// Whether one more object on the list of a pair gets the place of a removed one.
+    pub fn has_free_place(&self, mount: MountId, cgroup: CgroupId) -> bool {
+        lock(self.shard_of(mount)).has_free_place([mount.0, cgroup.0])
     }
 
     /// Counts the lists of a mount and their entries, in time that grows with the lists only.
     pub fn count_of_mount(&self, mount: MountId) -> Count {
-        self.shard(mount).count_of(Axis::Mount, mount.0)
+        lock(self.shard_of(mount)).count_of(Axis::Mount, mount.0)
     }
 
     /// As [`Self::count_of_mount`], for one cgroup.
@@ -200,14 +260,20 @@ impl UsageLists {
         self.locked().map(|shard| shard.count_of(Axis::Cgroup, cgroup.0)).sum()
     }
 
-    /// The allocated memory in bytes, used or not, without the allocator's own overhead.
+    /// The memory in bytes that lists and entries have allocated, used or not, without the
+    /// allocator's own overhead. In constant time and without a lock.
     pub fn memory_bytes(&self) -> usize {
-        let shards = size_of_val(&*self.shards);
-        shards + self.locked().map(|shard| shard.allocated_bytes()).sum::<usize>()
+        self.held.bytes.load(Relaxed)
     }
 
-    fn shard(&self, mount: MountId) -> MutexGuard<'_, Shard> {
-        lock(&self.shards[mount.0 as usize % self.shards.len()])
+    fn shard_of(&self, mount: MountId) -> &Mutex<Shard> {
+        &self.shards[mount.0 as usize % self.shards.len()]
+    }
+
+    fn change<'l>(&'l self, shard: &'l Mutex<Shard>) -> Changing<'l> {
+        let shard = lock(shard);
+        let before = (shard.count(), shard.allocated_bytes());
+        Changing { shard, held: &self.held, before }
     }
 
     /// Locks one shard after the other.
@@ -220,12 +286,16 @@ impl UsageLists {
 impl UsageLists {
     /// Checks the invariants of all shards.
     fn check(&self) {
+        let (mut count, mut bytes) = (Count::default(), 0);
         for (index, shard) in self.shards.iter().enumerate() {
             let shard = lock(shard);
             shard.check();
+            count = [count, shard.count()].into_iter().sum();
+            bytes += shard.allocated_bytes();
             let shard_of = |usage: Usage| usage.mount.0 as usize % self.shards.len();
             assert!(shard.usages().all(|usage| shard_of(usage) == index), "in a wrong shard");
         }
+        assert_eq!((self.count(), self.memory_bytes()), (count, bytes));
     }
 
     /// All entries as (mount, cgroup, object, time), sorted.

@@ -134,6 +134,12 @@ impl Shard {
         self.lists_of(axis, id).flat_map(|list| self.usages_of_list(list))
     }
 
+    /// Whether one more entry on the list of a pair needs no new slot.
+    pub(super) fn has_free_place(&self, key: Key) -> bool {
+        self.entries.used() < self.entries.slots()
+            && (self.lists.used() < self.lists.slots() || self.find_list(key).is_some())
+    }
+
     pub(super) fn count(&self) -> Count {
         Count { lists: self.lists.used(), entries: self.entries.used() }
     }

@@ -55,7 +55,8 @@ impl<T, const RINGS: usize> Slab<T, RINGS> {
 
     /// The size of its allocations, in bytes.
     pub(super) fn allocated_bytes(&self) -> usize {
-        let nodes: usize = self.chunks.iter().map(Vec::capacity).sum();
+        let last = self.chunks.last().map_or(0, Vec::capacity);
+        let nodes = self.chunks.len().saturating_sub(1) * CHUNK + last;
         nodes * size_of::<Node<T, RINGS>>()
             + self.chunks.capacity() * size_of::<Vec<Node<T, RINGS>>>()
     }
