@@ -397,10 +397,10 @@ impl Ledger {
         self.cgroups.number(path, inode)
     }
 
-    /// Takes up mounts that came, and drops those that went, as far as the budget goes. Then takes
-    /// note of the files that were opened: at most as many as the kernel's queue holds by default,
-    /// since others may be opened as fast as these are read. What is left when the budget is spent stays
-    /// in the queue.
+    /// Takes up mounts that came, as far as the budget goes. Then takes note of the files that were
+    /// opened: at most as many as the kernel's queue holds by default, since others may be opened as
+    /// fast as these are read. What is left when the budget is spent stays in the queue. Once that is
+    /// empty, drops the mounts that went.
     ///
     /// # Errors
     /// [`LedgerError::Io`] if the queue cannot be read.
@@ -409,13 +409,17 @@ impl Ledger {
         self.take_mounts(&opens, budget);
         let taken = self.take_from(&opens, budget);
         self.opens = Some(opens);
-        taken
+        if taken? {
+            let changes = self.superblocks.drop_gone(&self.run);
+            self.forget_mounts(&changes);
+        }
+        Ok(())
     }
 
     fn take_mounts(&mut self, opens: &Opens, budget: &Budget) {
         let read = |events: &Option<MountEvents>| events.as_ref().map(MountEvents::read);
         while let Some(ids) = read(&self.mount_events).filter(|ids| !ids.is_empty()) {
-            let changes = self.superblocks.follow(&ids, &self.run, &self.index);
+            let changes = self.superblocks.follow(ids, &self.run, &self.index);
             self.forget_mounts(&changes);
             self.superblocks.mark_new(&self.root, opens);
             if budget.is_spent() {
@@ -424,7 +428,8 @@ impl Ledger {
         }
     }
 
-    fn take_from(&mut self, opens: &Opens, budget: &Budget) -> Result<()> {
+    /// Says whether the queue is empty.
+    fn take_from(&mut self, opens: &Opens, budget: &Budget) -> Result<bool> {
         let own = std::process::id();
         // A process opens many files in a row.
         let mut cgroups: HashMap<u32, Option<CgroupId>> = HashMap::new();
@@ -432,7 +437,7 @@ impl Ledger {
         loop {
             let events = opens.read().map_err(LedgerError::io("fanotify"))?;
             if events.is_empty() {
-                return Ok(());
+                return Ok(true);
             }
             taken += events.len();
             for event in events {
@@ -469,7 +474,7 @@ impl Ledger {
                 }
             }
             if budget.is_spent() || taken >= OPENS_MAX {
-                return Ok(());
+                return Ok(false);
             }
         }
     }
@@ -483,6 +488,8 @@ impl Ledger {
         // A file that was opened keeps its mount busy until it is taken out of the queue.
         let slice = || Budget::of(SLICE);
         let mut known = None;
+        // A refresh drops the mounts that went.
+        self.take_opens(&Budget::UNLIMITED)?;
         // Until no image is new: those that cannot be read are tried again and again.
         while !self.take_up(&Budget::of(REFRESH_SLICE)).0
             && known.replace(self.index.known_images()) != Some(self.index.known_images())

@@ -76,6 +76,26 @@ fn what_is_opened_right_after_a_mount_is_seen() {
     }
 }
 
+/// A container that had just ended was dropped before the events of what it had opened were read,
+/// and these were of no mount any more: its last files were in no profile.
+#[test]
+fn what_was_opened_right_before_an_unmount_is_seen() {
+    let test = "what_was_opened_right_before_an_unmount_is_seen";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let pair = Pair::new();
+    let Some(mut ledger) = watched(test, &pair) else { return };
+    // Opens of processes that have ended count as the container's.
+    ledger.record_opens("default", "any").unwrap();
+    let target = pair.mount(1, "m2", Access::Writable);
+    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    drop(Holder::opener(&target.join("deep/own"), &group));
+    let options = UmountOptions { force: true, ..UmountOptions::default() };
+    pair.mounter().umount(&target, &options).unwrap();
+    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    assert_eq!(ledger.recorded(), [pair.object(2)]);
+}
+
 /// A program was mapped, and then written to: path and inode number stay. What it had been was
 /// remembered, so it counted as the object for ever.
 #[test]

@@ -161,6 +161,8 @@ pub(super) struct Superblocks {
     look: Look,
     /// Taken up or adopted, and not marked yet.
     to_mark: Vec<MountId>,
+    /// Records of mounts that went, while their superblocks are still known.
+    gone: Vec<String>,
     /// All that are adopted now.
     adopted_count: usize,
     /// Adopted ones through which nobody mapped anything in the last round.

@@ -48,6 +48,7 @@ impl Superblocks {
     pub(in super::super) fn refresh(&mut self, run: &RunDir, index: &Index) -> Changes {
         // Without a queue of opened files nobody else empties it.
         self.to_mark.clear();
+        self.gone.clear();
         let shared = run.shared_superblocks();
         let mut failed = shared.failed;
         let directory = run.path().join("mounts");
@@ -95,23 +96,22 @@ impl Superblocks {
         changes
     }
 
-    /// Takes up or drops at once what these records of mounts say. What cannot be taken up yet is
-    /// left to the next [`Superblocks::refresh`].
+    /// Takes up at once what these records of mounts say, and notes those that went for
+    /// [`Superblocks::drop_gone`]. What cannot be taken up yet is left to the next
+    /// [`Superblocks::refresh`].
     pub(in super::super) fn follow(
         &mut self,
-        ids: &[String],
+        ids: Vec<String>,
         run: &RunDir,
         index: &Index,
     ) -> Changes {
         let mut changes = Changes::default();
         for id in ids {
-            let path = run.path().join("mounts").join(format!("{id}.json"));
+            let path = path_of_record(run, &id);
             match fs::symlink_metadata(&path).and_then(|it| RunEntry::of_record(&it)) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    self.drop_entry(&path, &mut changes);
-                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => self.gone.push(id),
                 Ok(entry) if !self.is_taken_up(&path, entry) => {
-                    let Ok(record) = run.record(id) else { continue };
+                    let Ok(record) = run.record(&id) else { continue };
                     let record = record.as_ref();
                     let _ = self.take_up_record(record, &path, entry, run, index, &mut changes);
                     record
@@ -123,6 +123,19 @@ impl Superblocks {
         }
         for id in self.to_mark.clone() {
             self.learn_devices(id.0 as usize, index);
+        }
+        changes
+    }
+
+    /// Drops mounts that [`Superblocks::follow`] found gone. To be called once the files that were
+    /// opened on them are noted.
+    pub(in super::super) fn drop_gone(&mut self, run: &RunDir) -> Changes {
+        let mut changes = Changes::default();
+        for id in std::mem::take(&mut self.gone) {
+            let path = path_of_record(run, &id);
+            if fs::symlink_metadata(&path).is_err_and(|it| it.kind() == io::ErrorKind::NotFound) {
+                self.drop_entry(&path, &mut changes);
+            }
         }
         changes
     }
@@ -280,6 +293,10 @@ impl Superblocks {
         }
         id_of(slot)
     }
+}
+
+fn path_of_record(run: &RunDir, id: &str) -> PathBuf {
+    run.path().join("mounts").join(format!("{id}.json"))
 }
 
 /// The records of mounts: name and path. A record is replaced when anything of it changes.
