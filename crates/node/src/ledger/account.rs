@@ -48,6 +48,7 @@ pub struct Report {
     /// What could not be attributed.
     pub unknown: Unknown,
     /// Why objects and processes are among [`unknown`](Self::unknown): the first 16 reasons of each.
+    /// And why new mounts are not seen at once.
     #[serde(default)]
     pub warnings: Vec<String>,
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
+use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -96,9 +97,11 @@ pub struct Ledger {
     usage_shares: Option<Shares>,
     pub(super) pressure: Pressure,
     opens: Option<Opens>,
-    /// `None` while no opens are watched, or if the kernel has no room: then a new mount is seen with
-    /// the next refresh.
+    /// `None` while no opens are watched, or if mounts cannot be: then a new one is seen with the
+    /// next refresh.
     mount_events: Option<MountEvents>,
+    /// Why mounts cannot be watched.
+    pub(super) unwatched_mounts: Option<io::Error>,
     pub(super) first_opens: Option<FirstOpens>,
     started: Instant,
     /// Processes of this round that are still to be looked at.
@@ -137,6 +140,7 @@ impl Ledger {
             pressure: Pressure::default(),
             opens: None,
             mount_events: None,
+            unwatched_mounts: None,
             first_opens: None,
             started: Instant::now(),
             round: Vec::new(),
@@ -179,7 +183,6 @@ impl Ledger {
         let opens = Opens::new().map_err(LedgerError::io("fanotify"))?;
         // The first mount would make the directory that is watched, too late to be seen.
         let _ = self.run.prepare();
-        self.mount_events = MountEvents::new().ok();
         self.watch_mounts();
         self.unmarked = self.superblocks.mark_all(&self.root, &opens, true);
         self.opens = Some(opens);
@@ -195,9 +198,16 @@ impl Ledger {
         }
     }
 
-    fn watch_mounts(&self) {
-        // What cannot be watched yet is with the next refresh.
-        self.mount_events.iter().for_each(|events| drop(events.watch(&self.run)));
+    /// To be called again with each refresh.
+    fn watch_mounts(&mut self) {
+        let events = self.mount_events.take().map_or_else(MountEvents::new, Ok);
+        let watched = events.and_then(|events| events.watch(&self.run).map(|()| events));
+        (self.mount_events, self.unwatched_mounts) = match watched {
+            Ok(events) => (Some(events), None),
+            // There is no mount yet.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => (None, None),
+            Err(error) => (None, Some(error)),
+        };
     }
 
     /// Becomes readable when [`Ledger::take_opens`] has something to do.
@@ -229,7 +239,9 @@ impl Ledger {
     fn take_up(&mut self, budget: &Budget) -> (bool, Result<()>) {
         let now = self.now();
         let (is_complete, listed) = self.index.refresh(now, budget);
-        self.watch_mounts();
+        if self.opens.is_some() {
+            self.watch_mounts();
+        }
         let changes = self.superblocks.refresh(&self.run, &self.index);
         if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.find_ended(hierarchy);
@@ -417,10 +429,13 @@ impl Ledger {
     }
 
     fn take_mounts(&mut self, opens: &Opens, budget: &Budget) {
-        let read = |events: &Option<MountEvents>| events.as_ref().map(MountEvents::read);
-        while let Some(ids) = read(&self.mount_events).filter(|ids| !ids.is_empty()) {
-            let changes = self.superblocks.follow(ids, &self.run, &self.index);
+        while let Some(news) = self.mount_events.as_ref().and_then(MountEvents::read) {
+            let changes = self.superblocks.follow(news.ids, &self.run, &self.index);
             self.forget_mounts(&changes);
+            if news.has_overflowed {
+                // A directory that cannot be listed is reported by the next refresh.
+                let _ = self.take_up(budget);
+            }
             self.superblocks.mark_new(&self.root, opens);
             if budget.is_spent() {
                 break;
@@ -575,6 +590,26 @@ mod tests {
         assert!(ledger.note_use(MountId(0), cgroup, ObjectId(u32::MAX)));
         ledger.usage.retain(|_| false);
         assert_eq!(ledger.usage.memory_bytes(), 0);
+    }
+
+    /// A machine without room for another inotify instance missed opens on new mounts, and nothing
+    /// said so.
+    #[test]
+    fn mounts_that_cannot_be_watched_are_said() {
+        let (root, mut ledger) = small();
+        ledger.watch_mounts();
+        assert_eq!(ledger.report().unwrap().warnings, [""; 0], "there is no mount yet");
+        fs::create_dir(root.path().join("run")).unwrap();
+        let records = root.path().join("run/mounts");
+        fs::write(&records, "").unwrap();
+        ledger.watch_mounts();
+        let warnings = ledger.report().unwrap().warnings;
+        assert!(warnings.len() == 1 && warnings[0].contains("Not a directory"), "{warnings:?}");
+        fs::remove_file(&records).unwrap();
+        fs::create_dir(&records).unwrap();
+        ledger.watch_mounts();
+        assert_eq!(ledger.report().unwrap().warnings, [""; 0]);
+        assert!(ledger.mount_events().is_some());
     }
 
     /// The service is throttled above 400 MiB, and the lists alone could take 2 GiB.

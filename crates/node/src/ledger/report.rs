@@ -60,11 +60,17 @@ impl Ledger {
                 mounts: (self.superblocks.failed() + self.unmarked) as u64,
                 ..self.unknown
             },
-            warnings: [self.index.unseen(), &self.unread_processes]
-                .into_iter()
-                .flat_map(|missed| missed.why.clone())
-                .collect(),
+            warnings: self.warnings(),
         })
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let missed = [self.index.unseen(), &self.unread_processes];
+        let missed = missed.into_iter().flat_map(|missed| missed.why.clone());
+        let of_mounts = self.unwatched_mounts.as_ref().map(|error| {
+            format!("files opened right after a mount may be missed: inotify: {error}")
+        });
+        missed.chain(of_mounts).collect()
     }
 
     /// All images, by trust domain and digest.

@@ -76,6 +76,33 @@ fn what_is_opened_right_after_a_mount_is_seen() {
     }
 }
 
+/// The queue of new mounts overflowed, and what was opened on a mount whose event was lost was not
+/// seen.
+#[test]
+fn lost_events_of_mounts_are_made_up_for() {
+    let test = "lost_events_of_mounts_are_made_up_for";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let pair = Pair::new();
+    let Some(mut ledger) = watched(test, &pair) else { return };
+    let events_max = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap();
+    let record = pair.dir.path().join("run/mounts/any.json");
+    let outside = pair.dir.path().join("outside");
+    fs::write(&outside, "").unwrap();
+    for _ in 0..events_max.trim().parse::<u32>().unwrap() / 2 + 1 {
+        fs::rename(&outside, &record).unwrap();
+        fs::hard_link(&record, &outside).unwrap();
+        fs::remove_file(&record).unwrap();
+    }
+    let target = pair.mount(1, "m2", Access::ReadOnly);
+    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    let opener = Holder::opener(&target.join("deep/own"), &group);
+    fs::read(target.join("deep/own")).unwrap();
+    assert_eq!(users(&mut ledger, &pair), [0, 0, 1]);
+    drop(opener);
+    pair.umount(&target);
+}
+
 /// A container that had just ended was dropped before the events of what it had opened were read,
 /// and these were of no mount any more: its last files were in no profile.
 #[test]

@@ -4,7 +4,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 
 use crate::mount::RunDir;
 
@@ -14,6 +14,15 @@ const BUFFER: usize = 4096;
 /// A queue of mounts that came, changed or went.
 #[derive(Debug)]
 pub(in super::super) struct MountEvents(OwnedFd);
+
+/// What was in the queue.
+#[derive(Debug, Default)]
+pub(in super::super) struct MountNews {
+    /// Ids of mounts that came, changed or went.
+    pub(in super::super) ids: Vec<String>,
+    /// The kernel had no room for more events, and dropped them.
+    pub(in super::super) has_overflowed: bool,
+}
 
 impl MountEvents {
     pub(in super::super) fn new() -> io::Result<Self> {
@@ -36,19 +45,20 @@ impl MountEvents {
         self.0.as_fd()
     }
 
-    /// Ids of some mounts that came, changed or went; none if there are no events. When the kernel
-    /// had no room for more, those of the others are missing.
-    pub(in super::super) fn read(&self) -> Vec<String> {
+    /// Some of what is in the queue; `None` if it is empty.
+    pub(in super::super) fn read(&self) -> Option<MountNews> {
         let mut buffer = [MaybeUninit::uninit(); BUFFER];
         let mut reader = Reader::new(&self.0, &mut buffer);
-        let mut ids = Vec::new();
+        let mut news = None;
         while let Ok(event) = reader.next() {
+            let MountNews { ids, has_overflowed } = news.get_or_insert_default();
+            *has_overflowed |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
             let name = event.file_name().and_then(|name| name.to_str().ok());
             ids.extend(name.and_then(|name| name.strip_suffix(".json")).map(str::to_owned));
             if reader.is_buffer_empty() {
                 break;
             }
         }
-        ids
+        news
     }
 }
