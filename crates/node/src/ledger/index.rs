@@ -8,7 +8,7 @@
 //! There is no list of images per object, only their number. An object takes some 90 bytes, and 4
 //! bytes for each image that names it.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -116,6 +116,8 @@ pub(super) struct Index {
     /// Slots of `objects`, by domain and digest.
     by_digest: HashTable<u32>,
     free: Vec<u32>,
+    /// Numbers of objects that went since the last [`Index::take_forgotten`]. New ones may have them.
+    forgotten: HashSet<ObjectId>,
     /// The object and then the domain at which the next [`Index::sample`] goes on.
     next: usize,
     next_domain: usize,
@@ -244,6 +246,7 @@ impl Index {
             objects: Vec::new(),
             by_digest: HashTable::new(),
             free: Vec::new(),
+            forgotten: HashSet::new(),
             next: 0,
             next_domain: 0,
             unseen: Missed::default(),
@@ -496,8 +499,15 @@ impl Index {
                     entry.remove();
                 }
                 self.free.push(id.0);
+                self.forgotten.insert(id);
             }
         }
+    }
+
+    /// Numbers of objects that went in refreshes since the last call: whoever keeps numbers has to
+    /// drop these.
+    pub(super) fn take_forgotten(&mut self) -> HashSet<ObjectId> {
+        std::mem::take(&mut self.forgotten)
     }
 
     /// Objects that could not be looked at in the last round, and trust domains whose metadata

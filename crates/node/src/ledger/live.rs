@@ -239,6 +239,7 @@ impl Ledger {
     fn take_up(&mut self, budget: &Budget) -> (bool, Result<()>) {
         let now = self.now();
         let (is_complete, listed) = self.index.refresh(now, budget);
+        self.drop_forgotten();
         if self.opens.is_some() {
             self.watch_mounts();
         }
@@ -255,6 +256,19 @@ impl Ledger {
         }
         self.usage_shares = None;
         (is_complete, listed.map_err(LedgerError::from))
+    }
+
+    /// Drops the numbers of objects that went, before new ones have them. The usage lists need not:
+    /// see [`Object::absent`](super::index::Object::absent).
+    fn drop_forgotten(&mut self) {
+        let forgotten = self.index.take_forgotten();
+        if forgotten.is_empty() {
+            return;
+        }
+        self.page_files.retain(|id, _| !forgotten.contains(id));
+        self.pressure.forget(&forgotten);
+        self.superblocks.forget(&forgotten);
+        self.first_opens.iter_mut().for_each(|it| it.forget(&forgotten));
     }
 
     fn forget_mounts(&mut self, changes: &Changes) {

@@ -79,6 +79,12 @@ struct Pressed {
 }
 
 impl Pressure {
+    /// Drops objects that do not exist any more.
+    pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
+        self.left_behind.retain(|id| !objects.contains(id));
+        self.work.objects.retain(|id| !objects.contains(id));
+    }
+
     /// Bytes to drop for a cgroup, once those below it have been looked at in this round.
     fn bytes_for(&mut self, path: &str, is_at_limit: bool, is_stalled: bool) -> u64 {
         let below = || self.pressed.iter().filter(|it| is_at_or_below(&it.path, path));

@@ -21,6 +21,12 @@ pub(super) struct FirstOpens {
 }
 
 impl FirstOpens {
+    /// Drops objects that do not exist any more.
+    pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
+        self.seen.retain(|id| !objects.contains(id));
+        self.order.retain(|id| !objects.contains(id));
+    }
+
     /// `cgroup` is `None` for a process that had ended: nobody knows any more where it was.
     pub(super) fn note(&mut self, object: ObjectId, cgroup: Option<&str>) {
         let is_ours = cgroup.is_none_or(|path| is_at_or_below(path, &self.cgroup));

@@ -297,3 +297,26 @@ fn what_mounts_leave_behind_is_dropped() {
     opened.pair.umount(&other);
     assert_eq!(opened.relieve(), [false, false]);
 }
+
+/// What a container left behind was noted by number, and collected as garbage. A new object got the
+/// number, and its pages were dropped.
+#[test]
+fn new_objects_are_not_taken_for_what_was_left_behind() {
+    let test = "new_objects_are_not_taken_for_what_was_left_behind";
+    let Some(_alone) = alone(test) else { return };
+    let Some(a) = cgroup(test, "a") else { return };
+    let Some(mut opened) = Opened::new(test, &[("used", 10)]) else { return };
+    opened.ledger.set_policy(ReclaimPolicy { left_behind: true, ..ReclaimPolicy::default() });
+    let opener = Holder::opener(&opened.top.join("used"), &a);
+    opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    drop((opener, a));
+    opened.ledger.refresh(&Budget::UNLIMITED).unwrap();
+    opened.pair.umount(&opened.top);
+    opened.pair.domain.remove_ref("three").unwrap();
+    let live = || Ok(Vec::new());
+    opened.pair.domain.gc(&ImageContents, &live, &Default::default()).unwrap();
+    opened.pair.import("four", &[("new", 11)]);
+    fs::read(opened.pair.domain.object_path(&opened.pair.object(11)).unwrap()).unwrap();
+    opened.files = vec![("new", 11)];
+    assert_eq!(opened.relieve(), [true]);
+}

@@ -33,7 +33,7 @@ pub(super) use self::mount_events::MountEvents;
 pub(super) use self::refresh::Changes;
 pub(crate) use self::tables::paths_of_objects;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::hash::BuildHasher as _;
@@ -184,6 +184,11 @@ impl Superblocks {
     pub(super) fn iter(&self) -> impl Iterator<Item = (MountId, &Superblock)> {
         let all = (0..).zip(&self.slots);
         all.filter_map(|(id, slot)| Some((MountId(id), slot.as_ref()?)))
+    }
+
+    /// Drops objects that do not exist any more.
+    pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
+        self.identified.retain(|_, id| !objects.contains(id));
     }
 
     /// What could not be looked at in the last refresh: then what was there before counts.
