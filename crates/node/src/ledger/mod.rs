@@ -9,11 +9,16 @@
 //!
 //! Looking at objects, at metadata, at processes and at new images, and taking events, end when a
 //! [`Budget`] of processor time is spent and go on where they ended. On larger machines figures get
-//! older; a [`Report`] gives their age. Not divided are: a refresh, which lists all mounts, and
-//! images, refs and bases where they have changed, and takes up an image at least; a look at one
-//! process and at one file; a report and the choice of what to reclaim, which walk the usage lists;
-//! and, while these are more than half full, a count of each cgroup's share after a refresh (0.3 s
-//! for a million lists).
+//! older; a [`Report`] gives their age. Not divided are:
+//!
+//! - a refresh, which lists all mounts, and images, refs and bases where they have changed, and takes
+//!   up an image at least;
+//! - a look at one process and at one file;
+//! - walks of the usage lists: for a report; for the choice of what to reclaim; at the end of a round
+//!   over all objects, to remove uses of pages that have gone; at its beginning, with `inode-share`,
+//!   over the lists of packs;
+//! - while the usage lists are more than half full, a count of each cgroup's share after a refresh
+//!   (0.3 s for a million lists).
 //!
 //! Readers of kernel text take a root path, `/` on a live machine, so that tests can plant one.
 
