@@ -22,9 +22,10 @@ pub(super) struct Node<T, const RINGS: usize> {
     item: T,
 }
 
-/// Slots of a chunk. A slab grows by chunks, which stay where they are: one vector would be copied
-/// as it grows, with a part of it unused, and leave holes for the allocator.
-const CHUNK: usize = 1024;
+/// Slots of a chunk. A slab grows by chunks, and full ones stay where they are: one vector would be
+/// copied as it grows, with a part of it unused, and leave holes for the allocator. Tests, whose
+/// slabs are small, have small chunks.
+const CHUNK: usize = if cfg!(test) { 16 } else { 1024 };
 
 /// Items that are each in `RINGS` rings.
 #[derive(Debug)]
