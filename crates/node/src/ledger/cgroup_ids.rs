@@ -1,8 +1,8 @@
 //! Numbers for cgroups, and what becomes of the usage lists of those that are removed.
 //!
-//! A cgroup has up to two numbers: one for what its own processes use, and one for what removed
-//! cgroups below it have left behind. Only the first kind is a user of anything: a container that has
-//! ended must not make private pages of others look shared.
+//! A cgroup has up to two numbers: its user id for what its own processes use, and its heir id for
+//! what removed cgroups below it have left behind. Only a user id is a user of anything: a container
+//! that has ended must not make private pages of others look shared.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,9 +16,9 @@ use crate::cgroup::{Hierarchy, is_at_or_below};
 /// The cgroups that have used something, by path from the root of the hierarchy.
 #[derive(Debug, Default)]
 pub(super) struct CgroupIds {
-    /// Those that exist, or did when they were last looked at.
+    /// User ids of those that exist, or did when they were last looked at.
     users: HashMap<Box<str>, CgroupId>,
-    /// For what removed cgroups left behind, by the path of the cgroup that it was handed to.
+    /// Heir ids, by the path of the cgroup that has what removed ones left behind.
     heirs: HashMap<Box<str>, CgroupId>,
     slots: Vec<Option<Slot>>,
     free: Vec<CgroupId>,
@@ -26,7 +26,8 @@ pub(super) struct CgroupIds {
     ended: Vec<CgroupId>,
     /// What all of this takes, as [`bytes_of`] has it.
     bytes: u64,
-    /// Of it, once it is more than half of the limit; counted anew after each hand-over.
+    /// Each cgroup's share of [`BYTES_MAX`]; `None` below half of it, and after
+    /// [`CgroupIds::reparent_ended`].
     shares: Option<Shares>,
 }
 
@@ -132,7 +133,7 @@ impl CgroupIds {
         slots.filter_map(|(id, slot)| Some((id, &*slot.as_ref()?.path)))
     }
 
-    /// Looks which cgroups were removed. They have their lists until [`CgroupIds::hand_over`].
+    /// Looks which cgroups were removed. They have their lists until [`CgroupIds::reparent_ended`].
     pub(super) fn find_ended(&mut self, hierarchy: &Hierarchy) {
         let all = self.users.values().chain(self.heirs.values());
         // The top cannot be removed.
@@ -162,7 +163,7 @@ impl CgroupIds {
 
     /// Hands the lists of removed cgroups to their nearest ancestors that exist, as what was left
     /// behind there.
-    pub(super) fn hand_over(&mut self, hierarchy: &Hierarchy, usage: &UsageLists) {
+    pub(super) fn reparent_ended(&mut self, hierarchy: &Hierarchy, usage: &UsageLists) {
         for id in std::mem::take(&mut self.ended) {
             let Some(Slot { path, .. }) = self.slot(id) else { continue };
             let bytes = bytes_of(path);
@@ -233,7 +234,7 @@ mod tests {
         ids.find_ended(&hierarchy);
         assert_eq!(ids.ended().len(), 2);
         assert!(ids.is_user(a) && !ids.is_user(c) && !ids.is_user(x));
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!((entries(&usage, &ids, "/a"), entries(&usage, &ids, "/")), (2, 1));
         assert_eq!(usage.count_of_cgroup(a).entries, 1);
         assert_eq!(ids.below("/a").count(), 2);
@@ -244,7 +245,7 @@ mod tests {
         fs::remove_dir(directory("a")).unwrap();
         ids.find_ended(&hierarchy);
         assert_eq!(ids.ended().len(), 2);
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!((entries(&usage, &ids, "/a"), entries(&usage, &ids, "/")), (0, 3));
         ids.find_ended(&hierarchy);
         assert_eq!(ids.ended(), []);
@@ -265,7 +266,7 @@ mod tests {
         assert!(!ids.is_user(before) && ids.is_user(after));
         ids.find_ended(&hierarchy);
         assert_eq!(ids.ended(), [before]);
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!(entries(&usage, &ids, "/a"), 1);
         assert_eq!(usage.count_of_cgroup(after).entries, 0);
         assert_eq!(ids.number("/a/b", None), Some(after));
@@ -300,10 +301,10 @@ mod tests {
         ids.find_ended(&hierarchy);
         assert_eq!(ids.ended(), [b]);
         make_blind();
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!((ids.ended(), entries(&usage, &ids, "/")), (&[b][..], 0));
         make_seeing();
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!((ids.ended(), entries(&usage, &ids, "/a")), (&[][..], 1));
         assert!(ids.is_user(a));
     }
@@ -323,7 +324,7 @@ mod tests {
         assert_eq!(ids.number(&path(10_000), Some(7)), None);
         assert!(ids.number(&path(0), Some(7)).is_some(), "it is known");
         ids.find_ended(&hierarchy);
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!(fill(&mut ids), count);
     }
 
@@ -345,7 +346,7 @@ mod tests {
         }
         assert_eq!(ids.number("/pods/hostile/z", Some(7)), None);
         ids.find_ended(&hierarchy);
-        ids.hand_over(&hierarchy, &usage);
+        ids.reparent_ended(&hierarchy, &usage);
         assert_eq!(fill(&mut ids), count);
     }
 

@@ -252,7 +252,7 @@ impl Ledger {
             self.unmarked = self.superblocks.mark_all(&self.root, opens, false);
         }
         if let Ok(hierarchy) = &self.hierarchy {
-            self.cgroups.hand_over(hierarchy, &self.usage);
+            self.cgroups.reparent_ended(hierarchy, &self.usage);
         }
         self.usage_shares = None;
         (is_complete, listed.map_err(LedgerError::from))

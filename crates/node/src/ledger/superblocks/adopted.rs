@@ -222,7 +222,7 @@ impl Superblocks {
     }
 
     /// An adopted superblock that the run directory shows by now: what is known of its users stays.
-    pub(super) fn hand_over(
+    pub(super) fn take_over(
         &mut self,
         domain: u16,
         shown: &ShownSuperblock,

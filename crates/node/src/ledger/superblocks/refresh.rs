@@ -221,7 +221,7 @@ impl Superblocks {
                 let layers = self.tables.layers(index, domain, &images, shown.backend);
                 let Some(layers) = layers else { return };
                 self.drop_ended(shown.device, changes);
-                let slot = self.hand_over(domain, shown, &layers, changes);
+                let slot = self.take_over(domain, shown, &layers, changes);
                 let Some(slot) = slot.or_else(|| self.add(domain, shown, layers)) else { return };
                 Some(slot)
             }
