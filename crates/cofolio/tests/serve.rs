@@ -799,7 +799,7 @@ fn warm_reads_an_image_ahead() {
     }
     ran.ok();
     let warmed = &ran.json()[0];
-    assert_eq!((&warmed["objects"], &warmed["objects_read"]), (&3.into(), &3.into()));
+    assert_eq!(warmed["objects"], 3);
     let bytes = warmed["bytes"].as_u64().unwrap();
     assert!(bytes > 100_045 && bytes.is_multiple_of(4096), "{warmed}");
     assert_eq!(warmed["resident_bytes"], warmed["bytes"]);

@@ -3,10 +3,14 @@
 //! Page cache stays charged to the cgroup that first touches it until it is dropped, so the charge
 //! of a cgroup with a single reader is the memory that this reader brought in.
 
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{fs, io, thread};
 
+use cofolio_sys::cache::FileMap;
 use serde::Serialize;
 
 use crate::config::Size;
@@ -336,6 +340,18 @@ impl Cgroup {
         times.map(|times| times > 0).ok_or_else(|| CgroupError::Format { path, what: what() })
     }
 
+    /// Inode number of its directory.
+    pub(crate) fn inode(&self) -> io::Result<u64> {
+        fs::metadata(&self.path).map(|found| found.ino())
+    }
+
+    /// Asks which pages are charged to it. Fails where the kernel does not tell, or not this process.
+    pub(crate) fn charged_pages(&self) -> io::Result<ChargedPages> {
+        let (pagemap, cgroups) =
+            (File::open("/proc/self/pagemap")?, File::open("/proc/kpagecgroup")?);
+        Ok(ChargedPages { inode: self.inode()?, pagemap, cgroups })
+    }
+
     /// Its charge now.
     ///
     /// # Errors
@@ -350,6 +366,41 @@ fn limit_in(file: &Path) -> Result<Option<u64>> {
     let limit = read_text(file)?.trim().parse::<u64>().ok();
     // Version 2 says `max`, version 1 the largest number of whole pages below 2^63.
     Ok(limit.filter(|bytes| *bytes < 1 << 62))
+}
+
+/// Which pages are charged to a cgroup. The kernel says that for each page of memory
+/// (`/proc/kpagecgroup`, by the inode number of the cgroup's directory). To come from a file to its
+/// pages, the file is mapped. That takes 0.2 µs a page and some 15 µs a file.
+#[derive(Debug)]
+pub(crate) struct ChargedPages {
+    inode: u64,
+    pagemap: File,
+    cgroups: File,
+}
+
+impl ChargedPages {
+    /// Pages of the first `size` bytes of a file that are charged to the cgroup, and that are charged
+    /// elsewhere; neither has those that are still being read.
+    ///
+    /// # Errors
+    /// Those of [`FileMap::resident_frames`], and of reading `/proc/kpagecgroup`.
+    pub(crate) fn count(&self, file: impl AsFd, size: u64) -> io::Result<(u64, u64)> {
+        let (mut own, mut all) = (0, 0);
+        let mut failed = None;
+        let mut entries = Vec::new();
+        FileMap::new(file, size)?.resident_frames(&self.pagemap, |first, count| {
+            entries.resize(usize::try_from(count).unwrap_or(0) * 8, 0);
+            match self.cgroups.read_exact_at(&mut entries, first * 8) {
+                Ok(()) => {
+                    let inode = self.inode.to_ne_bytes();
+                    own += entries.chunks_exact(8).filter(|it| **it == inode).count() as u64;
+                    all += count;
+                }
+                Err(error) => failed = Some(error),
+            }
+        })?;
+        failed.map_or(Ok((own, all - own)), Err)
+    }
 }
 
 /// Whether a path of a cgroup is that of `top`, or lies below it.

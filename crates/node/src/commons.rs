@@ -6,6 +6,7 @@
 //! the commons are charged there. The kernel takes them back as it takes any page that can be read
 //! again.
 
+use std::fs::File;
 use std::path::Path;
 
 use cofolio_store::task::{Cancelled, Task};
@@ -13,7 +14,7 @@ use cofolio_store::{Digest, Domain, Error};
 use cofolio_sys::cache::page_size;
 use serde::Serialize;
 
-use crate::cgroup::{Cgroup, CgroupError, Hierarchy};
+use crate::cgroup::{Cgroup, CgroupError, ChargedPages, Hierarchy};
 use crate::config::{COMMONS_LIMIT_MIN, Size};
 use crate::ledger::LedgerError;
 use crate::mount::RunDir;
@@ -27,9 +28,9 @@ pub use crate::ledger::COMMONS as NAME;
 pub struct Warmed {
     /// Objects of the image, or of its profile.
     pub objects: u64,
-    /// Those of them that were read ahead to the end.
+    /// Those of them that were read ahead to the end. Others may have been resident before.
     pub objects_read: u64,
-    /// The limit of the commons in bytes, if it ended the reading before the others.
+    /// The limit of the commons in bytes, if there was no room under it for the rest.
     pub stopped_at_limit_bytes: Option<u64>,
     /// Bytes of them that were to be read ahead.
     pub bytes: u64,
@@ -111,7 +112,8 @@ impl Commons {
     /// Reads an image's metadata and its objects ahead, or the parts of them that a profile of it
     /// names, charged to the commons: also the directories, if it is mounted. Meanwhile this whole
     /// process is in that cgroup. `run` is the run directory of the domain's store. The figures are
-    /// those of the objects. Under a limit it stops where more would push out what it has read.
+    /// those of the objects. Under a limit it stops where more would push out what the commons have of
+    /// the image; what others are charged for takes no room.
     ///
     /// # Errors
     /// [`CommonsError`]; what was read until then stays. With the backend `inode-share` the image has
@@ -150,51 +152,106 @@ impl Commons {
             metadata_bytes += size;
         }
         opened.read_directories(run, &task.cancel)?;
-        // The kernel makes room by dropping what is in the commons, of other images first.
-        let charge = self.cgroup.charge()?;
-        let fixed_bytes = charge.total.saturating_sub(charge.cache) + metadata_bytes;
-        let mut room = limit.map_or(u64::MAX, |limit| limit.saturating_sub(fixed_bytes));
-        let mut warmed = Warmed { objects: files.len() as u64, ..Warmed::default() };
-        let mut tried = 0;
-        for ProfileFile { object, ranges } in files {
-            task.check()?;
-            room = room.saturating_sub(INODE_BYTES);
-            if room == 0 {
-                break;
-            }
-            tried += 1;
-            let ranges = whole_pages(ranges);
-            let file = opened.open(object)?;
-            let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
-            warmed.resident_before_bytes += resident_bytes;
-            // As most files are when an image is mounted again.
-            let is_resident = resident_bytes >= total(&ranges);
-            let mut is_read = true;
-            for (start, length) in ranges {
-                let part = length.min(room);
-                if !is_resident {
-                    read_ahead(&file, start, part);
-                }
-                room -= part;
-                is_read &= part == length;
-            }
-            warmed.objects_read += u64::from(is_read || is_resident);
-        }
+        let room = limit.map(|limit_bytes| self.room(limit_bytes, metadata_bytes)).transpose()?;
+        let read = read_files(&opened, files, room, task)?;
         drop(inside);
+        let mut warmed = Warmed {
+            objects: files.len() as u64,
+            objects_read: read.objects,
+            stopped_at_limit_bytes: limit.filter(|_| read.is_stopped),
+            resident_before_bytes: read.resident_before_bytes,
+            ..Warmed::default()
+        };
         for (number, ProfileFile { object, ranges }) in files.iter().enumerate() {
+            task.check()?;
             let ranges = whole_pages(ranges);
             let file = opened.open(object)?;
             let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
             warmed.resident_bytes += resident_bytes;
             warmed.bytes += total(&ranges);
-            if number >= tried {
+            if number >= read.looked_at {
                 warmed.resident_before_bytes += resident_bytes;
             }
         }
         warmed.commons_bytes = self.cgroup.charge()?.cache;
-        warmed.stopped_at_limit_bytes = limit.filter(|_| warmed.objects_read < warmed.objects);
         Ok(warmed)
     }
+
+    /// The room under a limit. Pages of other images are in nobody's way: the kernel drops them first.
+    fn room(&self, limit_bytes: u64, metadata_bytes: u64) -> Result<Room, CgroupError> {
+        let charge = self.cgroup.charge()?;
+        let fixed_bytes = charge.total.saturating_sub(charge.cache) + metadata_bytes;
+        let pages = self.cgroup.charged_pages().ok();
+        Ok(Room { left_bytes: limit_bytes.saturating_sub(fixed_bytes), pages })
+    }
+}
+
+/// What the commons can still hold beside what they have of the image.
+struct Room {
+    left_bytes: u64,
+    /// Where the kernel does not tell, all that is resident counts as charged to them.
+    pages: Option<ChargedPages>,
+}
+
+impl Room {
+    /// Takes room for what is missing of a file, beside what the commons have of it already. Or says
+    /// how many bytes of it there is room for.
+    fn take(&mut self, file: &File, ranges: &[(u64, u64)], resident_bytes: u64) -> Result<(), u64> {
+        let end = ranges.last().map_or(0, |(start, length)| start + length);
+        let elsewhere = || Some(self.pages.as_ref()?.count(file, end).ok()?.1 * page_size());
+        let has_bytes = match resident_bytes {
+            0 => INODE_BYTES,
+            _ => resident_bytes.saturating_sub(elsewhere().unwrap_or(0)),
+        };
+        self.left_bytes = self.left_bytes.saturating_sub(has_bytes);
+        let missing_bytes = total(ranges).saturating_sub(resident_bytes);
+        self.left_bytes = self.left_bytes.checked_sub(missing_bytes).ok_or(self.left_bytes)?;
+        Ok(())
+    }
+}
+
+/// What [`read_files`] has done.
+#[derive(Default)]
+struct Read {
+    objects: u64,
+    /// Files that were looked at, and what of them was resident.
+    looked_at: usize,
+    resident_before_bytes: u64,
+    is_stopped: bool,
+}
+
+/// Reads files ahead, in their order, until there is no room for what is missing of one.
+fn read_files(
+    opened: &PageFiles<'_>,
+    files: &[ProfileFile],
+    mut room: Option<Room>,
+    task: &Task,
+) -> Result<Read, CommonsError> {
+    let mut read = Read::default();
+    for ProfileFile { object, ranges } in files {
+        task.check()?;
+        let ranges = whole_pages(ranges);
+        let file = opened.open(object)?;
+        let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
+        read.looked_at += 1;
+        read.resident_before_bytes += resident_bytes;
+        let room = room.as_mut().map_or(Ok(()), |it| it.take(&file, &ranges, resident_bytes));
+        // As most files are when an image is mounted again.
+        if resident_bytes >= total(&ranges) {
+            continue;
+        }
+        let mut left_bytes = room.err().unwrap_or(u64::MAX);
+        for (start, length) in ranges {
+            read_ahead(&file, start, length.min(left_bytes));
+            left_bytes = left_bytes.saturating_sub(length);
+        }
+        if room.is_err() {
+            read.is_stopped = true;
+            break;
+        }
+        read.objects += 1;
+    }
+    Ok(read)
 }
 
 fn total(ranges: &[(u64, u64)]) -> u64 {

@@ -3,7 +3,7 @@ use std::process::{Output, Stdio};
 
 use anyhow::Context as _;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use cofolio_node::commons::{self, Commons, Warmed};
+use cofolio_node::commons::{self, Commons};
 use cofolio_node::config::{Size, Warm, commons_limit};
 use cofolio_node::profile::Profile;
 use cofolio_store::{Digest, Domain};
@@ -91,10 +91,9 @@ fn warm(
         })?;
         if !context.ui.json {
             let stopped = warmed.stopped_at_limit_bytes.map_or_else(String::new, |limit| {
-                let Warmed { objects, objects_read, .. } = warmed;
-                let limit = human_size(limit);
                 format!(
-                    "; stopped at the commons' limit of {limit}: {objects_read} of {objects} files read"
+                    "; there was no room for more under the commons' limit of {}",
+                    human_size(limit)
                 )
             });
             context.ui.note(format!(
