@@ -28,7 +28,7 @@ use crate::listen::ListenError;
 pub struct AuthFiles {
     /// PEM file with the server's certificate and those that lead to its authority.
     pub certificate: Option<PathBuf>,
-    /// PEM file with the key of that certificate.
+    /// PEM file with the key of that certificate. Only its owner and group may have access to it.
     pub key: Option<PathBuf>,
     /// PEM file with the authorities whose certificates clients need.
     pub client_ca: Option<PathBuf>,
@@ -150,7 +150,8 @@ fn tls(
         }
     };
     let own = certificates(certificate)?;
-    let key_of_it = PrivateKeyDer::from_pem_file(key).map_err(failed(key))?;
+    let pem = read_secret(key)?;
+    let key_of_it = PrivateKeyDer::from_pem_slice(&pem).map_err(failed(key))?;
     // Fails when the key is not that of the certificate.
     let config = builder.with_single_cert(own, key_of_it).map_err(failed(key))?;
     Ok(TlsAcceptor::from(Arc::new(config)))
@@ -166,7 +167,8 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ListenError
     }
 }
 
-fn read_token(path: &Path) -> Result<Box<[u8]>, ListenError> {
+/// Reads a file that not every user may open.
+fn read_secret(path: &Path) -> Result<Vec<u8>, ListenError> {
     let mut file = File::open(path).map_err(failed(path))?;
     let mode = file.metadata().map_err(failed(path))?.mode() & 0o777;
     if mode & 0o007 != 0 {
@@ -175,6 +177,11 @@ fn read_token(path: &Path) -> Result<Box<[u8]>, ListenError> {
     }
     let mut text = Vec::new();
     file.read_to_end(&mut text).map_err(failed(path))?;
+    Ok(text)
+}
+
+fn read_token(path: &Path) -> Result<Box<[u8]>, ListenError> {
+    let text = read_secret(path)?;
     let token = text.trim_ascii();
     let is_token = token.len() >= TOKEN_MIN && token.iter().all(u8::is_ascii_graphic);
     is_token.then(|| token.into()).ok_or_else(|| {
@@ -230,6 +237,32 @@ mod tests {
         }
         assert!(!check("Bearer 0123456789abcde") && !check("Bearer 0123456789abcdef0"));
         assert!(auth.check(&HeaderMap::new()).is_err());
+    }
+
+    /// A token that every user can open was refused, and a key was not.
+    #[test]
+    fn a_key_that_every_user_can_open_is_refused() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let files = ["certificate", "key"].map(|name| dir.path().join(name));
+        let pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        files.iter().for_each(|file| std::fs::write(file, pem).unwrap());
+        let [certificate, key] = files;
+        let files = AuthFiles {
+            certificate: Some(certificate),
+            key: Some(key.clone()),
+            ..AuthFiles::default()
+        };
+        let why = |mode| {
+            std::fs::set_permissions(&key, std::fs::Permissions::from_mode(mode)).unwrap();
+            let error = Auth::new(&files).err().unwrap();
+            let ListenError::File { path, source } = error else { panic!("{error}") };
+            assert_eq!(path, key);
+            source.to_string()
+        };
+        assert!(why(0o644).starts_with("every user may open it (mode 644)"));
+        // It is no key.
+        assert!(!why(0o640).starts_with("every user"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::Group;
-use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
@@ -39,6 +39,9 @@ pub enum ListenError {
     /// Another process is about to listen at the path.
     #[error("another process holds {}, and may be about to listen", .0.display())]
     Locked(PathBuf),
+    /// The lock beside the socket is not a file that only root can open.
+    #[error("{} is not a lock of Cofolio's: a plain file of root's with mode 600. Remove it", .0.display())]
+    NotOurLock(PathBuf),
     /// There is a file at the path that is no socket.
     #[error("{} exists and is no socket", .0.display())]
     NoSocket(PathBuf),
@@ -156,13 +159,25 @@ pub(crate) fn unix(
 }
 
 /// Of two daemons that start at the same time, the second must see the socket of the first. Only root
-/// can open the file, so no other user can hold up the daemon. It stays: if it were removed, two
-/// daemons could each lock one. The kernel releases the lock of a killed process.
+/// can open the file, so no other user can hold up the daemon; one that another user has made, as in
+/// /tmp, is refused. It stays: if it were removed, two daemons could each lock one. The kernel
+/// releases the lock of a killed process.
 fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
     let at = || failed(path.display());
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600));
-    let file = file.map_err(|errno| at()(errno.into()))?;
+    // A pipe is not waited for.
+    let flags =
+        OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let not_ours = || ListenError::NotOurLock(path.to_owned());
+    let file = match rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)) {
+        // Of a file of another user in /tmp (`fs.protected_regular`), or of a pipe.
+        Err(Errno::ACCESS | Errno::NXIO) => return Err(not_ours()),
+        opened => opened.map_err(|errno| at()(errno.into()))?,
+    };
+    let found = rustix::fs::fstat(&file).map_err(|errno| at()(errno.into()))?;
+    let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+    if !is_file || found.st_uid != 0 || found.st_mode & 0o077 != 0 {
+        return Err(not_ours());
+    }
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
         Err(Errno::AGAIN) => Err(ListenError::Locked(path.to_owned())),
@@ -170,13 +185,13 @@ fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
     }
 }
 
-/// Whether a process listens at a socket. It does not wait: a stopped process with a full queue is
-/// one.
+/// Whether a process uses a socket. It does not wait: a stopped process with a full queue is one, and
+/// so is one with a socket of another type.
 fn is_answered(path: &Path) -> io::Result<bool> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let connected = rustix::net::connect(&socket, &SocketAddrUnix::new(path)?);
-    Ok(matches!(connected, Ok(()) | Err(Errno::AGAIN)))
+    Ok(matches!(connected, Ok(()) | Err(Errno::AGAIN | Errno::PROTOTYPE)))
 }
 
 /// Listens at an address, if clients are authenticated well enough for it.
@@ -219,6 +234,52 @@ fn group_id(name: &str) -> Result<u32, ListenError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A datagram socket counted as one that nobody uses, and was replaced.
+    #[test]
+    fn sockets_of_other_types_are_answered() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        for kind in [SocketType::DGRAM, SocketType::SEQPACKET] {
+            let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
+            rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            if kind == SocketType::SEQPACKET {
+                rustix::net::listen(&socket, 1).unwrap();
+            }
+            assert!(is_answered(&path).unwrap(), "{kind:?}");
+            drop(socket);
+            assert!(!is_answered(&path).unwrap(), "{kind:?}");
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
+
+    /// Another user had made the lock in /tmp and locked it: the daemon did not start, and said that
+    /// another process may be about to listen.
+    #[test]
+    fn a_lock_of_another_user_is_refused() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("SKIP a_lock_of_another_user_is_refused: needs root");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket.lock");
+        let refused = |story: &str| {
+            let error = lock(&path).unwrap_err();
+            assert!(matches!(error, ListenError::NotOurLock(_)), "{story}: {error}");
+            std::fs::remove_file(&path).unwrap();
+        };
+        let held = lock(&path).unwrap();
+        assert!(matches!(lock(&path).unwrap_err(), ListenError::Locked(_)));
+        drop(held);
+        drop(lock(&path).unwrap());
+        std::os::unix::fs::chown(&path, Some(1), None).unwrap();
+        refused("owner");
+        drop(lock(&path).unwrap());
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+        refused("mode");
+        let mode = Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
+        refused("pipe");
+    }
 
     #[test]
     fn a_group_has_a_name_or_a_number() {
