@@ -292,11 +292,22 @@ fn a_limit_below_what_is_in_use_is_refused() {
     let test = "a_limit_below_what_is_in_use_is_refused";
     let Some(_alone) = alone(test) else { return };
     let Some(group) = cgroup(test, "c") else { return };
+    // Pages that can be dropped make room.
+    let dropped = tempfile::NamedTempFile::new().unwrap();
+    dropped.as_file().set_len(8 * MIB).unwrap();
+    forget(dropped.path());
+    let inside = group.enter().unwrap();
+    std::io::copy(&mut fs::File::open(dropped.path()).unwrap(), &mut std::io::sink()).unwrap();
+    drop(inside);
+    assert!(group.charge().unwrap().cache >= 8 * MIB);
+    group.limit(4 * MIB).unwrap();
+    assert!(group.charge().unwrap().total <= 4 * MIB);
     // Version 2 takes any limit, and kills processes that do not fit. In swap there would be room.
     let has_swap = fs::read_to_string("/proc/swaps").is_ok_and(|text| text.lines().count() > 1);
     if Hierarchy::find(Path::new("/")).unwrap().version() == Version::V2 || has_swap {
-        return group.limit(4 * MIB).unwrap();
+        return;
     }
+    group.limit(16 * MIB).unwrap();
     let inside = group.enter().unwrap();
     let mut file = fs::File::from(memfd_create("pages", MemfdFlags::CLOEXEC).unwrap());
     file.write_all(&[1; 8 << 20]).unwrap();
