@@ -47,8 +47,8 @@ const NO_PROGRAM: u8 = 127;
 /// Mounts the image, starts the container, waits for its end and removes it; --keep keeps its changes,
 /// --detach does not wait. Its root is read-only unless --rw: containers of one image are then clones of one
 /// mount. With --writable some directories of the image can be written to, and the rest cannot. /tmp, /var/tmp and
-/// /run are in memory, unless they are such directories or in one. The image's volumes are directories of the store, removed with
-/// the container.
+/// /run are in memory and the image's volumes are directories of the store, removed with the container, unless they are
+/// such directories or in one.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
 /// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
@@ -109,7 +109,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     writable: Vec<PathBuf>,
     /// Make only the directories writable that the recorded start wrote to (`cofolio profile record --rw`), less those
-    /// in memory and volumes
+    /// in memory and those of the host
     #[arg(long)]
     writable_recorded: bool,
     /// With --rw or --writable: limit of its changes, as 512M or 2G, by project quota or a filesystem of that size; not
@@ -204,7 +204,14 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let mut request = Request { check, ..request(args, context, &image)? };
     if args.writable_recorded {
         let mut dirs = recorded_dirs(&domain, &image.digest)?;
-        dirs.retain(|dir| !bundle::has_own_mount(&request.config, &request.options, dir));
+        dirs.retain(|dir| {
+            !bundle::is_scratch(dir) && !bundle::is_hidden(&request.config, &request.options, dir)
+        });
+        if dirs.is_empty() && args.size.is_some() {
+            let what = "--size needs a writable directory: the recorded start wrote to none but \
+                        those in memory or of the host";
+            return Err(Fail::new(Exit::Failure, what).into());
+        }
         request.options.writable_dirs = dirs;
     }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
@@ -367,13 +374,20 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         idmap: args.userns.as_deref().map(str::parse).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
-        writable_dirs: args.writable.iter().map(|dir| writable(dir)).collect::<Result<_, _>>()?,
+        writable_dirs: args.writable.clone(),
         ..args.process.options(&args.args, image)?
     };
+    let config = image_config(image)?;
+    if let Some(dir) =
+        options.writable_dirs.iter().find(|dir| bundle::is_hidden(&config, &options, dir))
+    {
+        let what = "the container has a mount of its own there";
+        return Err(Fail::usage(format!("--writable {}: {what}", dir.display())).into());
+    }
     Ok(Request {
         image: image.digest,
         image_name: image.shown(),
-        config: image_config(image)?,
+        config,
         name: args.name.clone(),
         options,
         writable: args.rw,
@@ -382,19 +396,6 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         check: Check::None,
         runtime: runtime(args, context)?,
     })
-}
-
-/// What the container has of its own shows nothing of the image.
-fn writable(dir: &Path) -> Result<PathBuf, Fail> {
-    match ["/proc", "/sys", "/dev"].iter().any(|own| dir.starts_with(own)) {
-        false => Ok(dir.to_owned()),
-        true => {
-            let dir = dir.display();
-            Err(Fail::usage(format!(
-                "--writable {dir}: the container has a mount of its own there"
-            )))
-        }
-    }
 }
 
 fn bind(text: &str) -> anyhow::Result<Bind> {

@@ -55,8 +55,12 @@ fn what_a_container_sees() {
         let ran = machine.sh(runtime, &["--writable", "/etc", "--writable", "/tmp"], script);
         assert_eq!(ran.stdout, "x\nrefused\n0\n", "{runtime}: {}", ran.stderr);
         // It had no effect.
-        for own in ["/proc", "/sys/fs", "/dev/"] {
+        for own in ["/proc", "/sys/fs", "/dev/", "/tmp/below", "/data/below"] {
             let ran = machine.sh(runtime, &["--writable", own], "true");
+            ran.fails_with(2).refused("a mount of its own there");
+        }
+        for dir in ["/mnt", "/mnt/below"] {
+            let ran = machine.sh(runtime, &["--writable", dir, "-v", &writable], "true");
             ran.fails_with(2).refused("a mount of its own there");
         }
         // The runtime makes a mount point there, which was refused.
@@ -194,6 +198,25 @@ fn memory_and_cpus_are_limited() {
         // And it is enforced: /tmp is memory.
         let ran = machine.sh(runtime, &["--memory", "32M"], "head -c 200000000 /dev/zero > /tmp/x");
         assert_ne!(ran.code, 0, "{runtime}: {}", ran.stderr);
+        machine.assert_clean();
+    }
+}
+
+/// The directory of a volume was mounted over a writable directory: `--keep` kept nothing and
+/// `--size` limited nothing, and neither said so.
+#[test]
+fn a_volume_gives_way_to_a_writable_directory() {
+    const TEST: &str = "a_volume_gives_way_to_a_writable_directory";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let script = "echo kept > /data/new; grep -c ' /data ' /proc/mounts; stat -c %u /data";
+        let ran = machine.sh(runtime, &["--writable", "/data", "--keep"], script);
+        // The one mount is the writable directory itself.
+        assert_eq!(ran.ok(), "1\n1001\n", "{runtime}");
+        let kept = ran.stderr.split("changes are in ").nth(1).unwrap().trim().to_owned();
+        let new = Path::new(&kept).join("upper/data/new");
+        assert_eq!(fs::read_to_string(new).unwrap(), "kept\n", "{runtime}");
+        machine.run(&["umount", "--discard", &kept]).ok();
         machine.assert_clean();
     }
 }

@@ -203,14 +203,14 @@ fn a_container_can_write_where_its_recorded_start_did() {
     let listed = machine.run(&["mounts"]);
     assert!(listed.ok().contains("rw in part"), "{}", listed.stdout);
     machine.run(&["umount", &target]).ok();
-    // `run` has mounts of its own for the other two.
+    // `run` has a mount of its own for `/tmp`.
     let script = "set -e; rm /bin/text; for dir in etc mnt tmp data; do echo >/$dir/x; done; \
                   ! mkdir /new; sleep 1000 & wait";
     let run = ["run", "--detach", "--name", "it", "--writable-recorded", "box:1", "--"];
     machine.run(&[&run[..], &["sh", "-c", script]].concat()).ok();
     let [found] = &machine.containers()[..] else { panic!("{:?}", machine.containers()) };
     assert_eq!(found["writable"], json!(false));
-    assert_eq!(found["writable_dirs"], json!(["/bin", "/etc", "/mnt"]));
+    assert_eq!(found["writable_dirs"], json!(["/bin", "/data", "/etc", "/mnt"]));
     let rootfs = Path::new(found["rootfs"].as_str().unwrap()).to_owned();
     until("it writes", || rootfs.join("mnt/x").exists().then_some(()));
     // Of one that runs: where it has written so far, of what it can write to. Once its shell has
@@ -236,6 +236,9 @@ fn a_container_can_write_where_its_recorded_start_did() {
     ran.fails_with(3);
     machine.run(&["profile", "record", "--rw", "box:1", "--", "cat", "/etc/group"]).ok();
     assert_eq!(written().unwrap(), [""; 0]);
+    // It was said that only changes that go with the mount can have a limit.
+    let ran = machine.run(&["run", "--writable-recorded", "--size", "16M", "box:1"]);
+    ran.fails_with(125).refused("--size needs a writable directory");
     assert_eq!(machine.run(&mount).json().get("upper"), None);
     machine.run(&["umount", &target]).ok();
     machine.run(&["profile", "record", "--rw", "box:1", "--", "mkdir", "/new"]).ok();

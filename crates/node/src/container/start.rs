@@ -195,7 +195,8 @@ impl Containers<'_> {
         options.readonly = !request.writable;
         options.cgroup = Some(container.record.cgroup.clone());
         let rootfs = dir.join("rootfs");
-        let is_empty_volume = |path| !options.binds.iter().any(|bind| bind.target == path);
+        let has_volumes =
+            bundle::volumes_with_directory(&request.config, &options).next().is_some();
         let mounted = self.mounter.mount(&MountRequest {
             create_target: true,
             access: match (request.writable || !options.writable_dirs.is_empty(), request.keep) {
@@ -205,7 +206,7 @@ impl Containers<'_> {
             },
             writable_dirs: options.writable_dirs.clone(),
             size_bytes: request.size_bytes,
-            scratch: !request.writable && request.config.volumes().any(is_empty_volume),
+            scratch: !request.writable && has_volumes,
             check: request.check,
             options: MountOptions {
                 idmap: options.idmap.clone(),

@@ -38,7 +38,8 @@ pub mod fuzz;
 mod mounts;
 mod seccomp;
 
-pub use mounts::has_own_mount;
+pub(super) use mounts::volumes_with_directory;
+pub use mounts::{is_hidden, is_scratch};
 
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 

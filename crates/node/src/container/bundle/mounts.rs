@@ -46,8 +46,7 @@ pub(super) fn mounts(
     if !is_bound || !unified {
         mounts.push(mount("/sys/fs/cgroup", "cgroup", "cgroup", "nosuid,noexec,nodev,relatime,ro"));
     }
-    let is_writable =
-        |path: &str| options.writable_dirs.iter().any(|dir| Path::new(path).starts_with(dir));
+    let is_writable = |path: &str| is_writable(options, path);
     if options.host_network {
         let files = ["/etc/resolv.conf", "/etc/hosts"];
         let files = files.map(|file| (file, root.exists(file)));
@@ -76,12 +75,8 @@ pub(super) fn mounts(
                 mounts.push(mount(path, "tmpfs", "tmpfs", &options));
             }
         }
-        for path in volumes {
-            plain_path("volume", path)?;
-            // A directory of the host replaces it.
-            if options.binds.iter().any(|bind| bind.target == path) {
-                continue;
-            }
+        volumes.iter().try_for_each(|path| plain_path("volume", path))?;
+        for path in volumes_with_directory(image, options) {
             let (below, shown) = match &options.volumes {
                 Some(volumes) => (volumes.clone(), volumes.clone()),
                 None => (held.join("volumes"), bundle.join("volumes")),
@@ -104,12 +99,35 @@ pub(super) fn mounts(
     Ok(mounts)
 }
 
-/// Whether a container with a read-only root has a mount of its own at this directory or above it: in
-/// memory, a volume, or a directory of the host.
-pub fn has_own_mount(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
+fn is_writable(options: &Options, path: &str) -> bool {
+    options.writable_dirs.iter().any(|dir| Path::new(path).starts_with(dir))
+}
+
+/// The volumes for which a container with a read-only root gets a directory. The others are in a
+/// writable directory, or a directory of the host replaces them.
+pub(in crate::container) fn volumes_with_directory<'a>(
+    image: &'a ImageConfig,
+    options: &'a Options,
+) -> impl Iterator<Item = &'a str> {
+    image.volumes().filter(|path| {
+        !is_writable(options, path) && !options.binds.iter().any(|bind| bind.target == *path)
+    })
+}
+
+/// Whether a directory is in memory where the root is read-only, unless it is made writable: a
+/// scratch directory, or one in it.
+pub fn is_scratch(dir: &Path) -> bool {
+    SCRATCH_PATHS.iter().any(|scratch| dir.starts_with(scratch))
+}
+
+/// Whether a container with a read-only root would not see changes of this directory of the image,
+/// were it writable, because the container has a mount of its own over it.
+pub fn is_hidden(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
     let binds = options.binds.iter().map(|bind| bind.target.as_str());
-    let mut own = SCRATCH_PATHS.into_iter().chain(image.volumes()).chain(binds);
-    own.any(|own| dir.starts_with(own))
+    // These give way to a writable directory, but not to one in them.
+    let mut above = SCRATCH_PATHS.into_iter().chain(image.volumes());
+    ["/proc", "/sys", "/dev"].into_iter().chain(binds).any(|own| dir.starts_with(own))
+        || above.any(|own| dir != Path::new(own) && dir.starts_with(own))
 }
 
 /// Whether a path is below a mount that can be written to.
