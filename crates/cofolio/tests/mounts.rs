@@ -145,6 +145,34 @@ fn only_the_named_directories_are_writable() {
     sandbox.run(&both).fails_with(2);
 }
 
+/// `umount` of a writable directory said that it had no record, and to unmount it by umount(8): the
+/// changes went with the mount. `mounts` called a mount without that directory live.
+#[test]
+fn a_part_of_a_mount_leads_to_the_whole() {
+    if !can_mount("a_part_of_a_mount_leads_to_the_whole") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (target, part) = (sandbox.text("mnt"), sandbox.text("mnt/etc"));
+    sandbox.run(&["mount", "--create", "--writable", "/etc", "box:1", &target]).ok();
+    let whole = format!("`cofolio umount {target}`");
+    let refused = sandbox.run(&["umount", &part]);
+    refused.fails_with(2).refused(&format!("{part} is a part of the mount at {target}"));
+    assert!(refused.stderr.contains(&whole), "{}", refused.stderr);
+    assert!(sandbox.run(&["mounts"]).words()[1].ends_with(&["live"]));
+    rustix::mount::unmount(&part, rustix::mount::UnmountFlags::empty()).unwrap();
+    for args in [&["mounts"][..], &["mounts", "--reconcile"]] {
+        let listed = sandbox.run(args);
+        assert!(listed.words()[1].ends_with(&["in", "part"]), "{}", listed.stdout);
+        let says = |part: &str| assert!(listed.stderr.contains(part), "{}", listed.stderr);
+        says(&format!("{part} cannot be written to: "));
+        says(&whole);
+    }
+    sandbox.run(&["umount", &target]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+}
+
 /// A container made directories deeper than a process may open files: what it had written stayed on the disk for
 /// ever, and every gc failed.
 #[test]

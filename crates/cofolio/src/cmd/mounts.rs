@@ -1,10 +1,12 @@
 use std::collections::BTreeMap;
-
-use cofolio_node::settings::Backend;
+use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
 
 use cofolio_node::container::Containers;
 use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord};
+use cofolio_node::settings::Backend;
 use cofolio_store::Digest;
 
 use crate::cmd::Outcome;
@@ -69,12 +71,29 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     Ok(exit)
 }
 
+/// Where a mount is now.
+pub(super) fn place(status: &MountStatus) -> &Path {
+    status.moved_to.as_ref().unwrap_or(&status.record.target)
+}
+
+/// Where the writable directories of a mount are, if only these can be written to.
+pub(super) fn parts(status: &MountStatus) -> impl Iterator<Item = PathBuf> {
+    let dirs = status.record.upper.iter().flat_map(|upper| &upper.dirs);
+    dirs.map(|dir| place(status).join(dir.strip_prefix("/").unwrap_or(dir)))
+}
+
+/// The writable directories that somebody has unmounted: the read-only root shows there.
+fn missing_parts(status: &MountStatus) -> impl Iterator<Item = PathBuf> {
+    let device = |path: &Path| fs::metadata(path).map(|found| found.dev()).ok();
+    let root = device(place(status)).filter(|_| status.state == MountState::Live);
+    parts(status).filter(move |part| root.is_some() && device(part) == root)
+}
+
 /// A mount in the table; `name` is what its image is called now.
 fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> Vec<Cell> {
-    let MountStatus { record, moved_to, state } = status;
+    let MountStatus { record, state, .. } = status;
     let image =
         record.options.name.as_ref().or(name).cloned().unwrap_or_else(|| short(&record.image));
-    let target = moved_to.as_ref().unwrap_or(&record.target);
     let mode = match &record.upper {
         None => "ro",
         Some(upper) if upper.keep && !upper.dirs.is_empty() => "rw in part, kept",
@@ -96,6 +115,7 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
         (false, false) => Cell::left("sizes"),
     };
     let (word, tone) = match state {
+        MountState::Live if missing_parts(status).next().is_some() => ("in part", Tone::Bad),
         MountState::Live => ("live", Tone::Good),
         MountState::InFlight => ("in flight", Tone::Warn),
         MountState::Covered => ("covered", Tone::Warn),
@@ -103,7 +123,7 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
         MountState::OtherNamespace => ("other namespace", Tone::Dim),
     };
     vec![
-        Cell::left(printable(target.as_os_str().as_bytes())).tone(Tone::Bold),
+        Cell::left(printable(place(status).as_os_str().as_bytes())).tone(Tone::Bold),
         Cell::left(image),
         Cell::left(mode),
         Cell::left(backend),
@@ -125,7 +145,7 @@ pub(super) fn orphans(list: &Mounts) -> impl Iterator<Item = String> {
     })
 }
 
-/// What is not in the table: mounts without a record, kept changes, damaged records.
+/// What is not in the table: mounts without a record, missing parts, kept changes, damaged records.
 fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
     let kept = list.kept.iter().map(|kept| match kept.image {
         None => format!(
@@ -146,9 +166,19 @@ fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
             )
         }
     });
+    let missing = list.mounts.iter().flat_map(|status| {
+        let whole = printable(place(status).as_os_str().as_bytes());
+        missing_parts(status).map(move |part| {
+            format!(
+                "{} cannot be written to: somebody unmounted this part of the mount at {whole}; \
+                 `cofolio umount {whole}` unmounts the rest",
+                printable(part.as_os_str().as_bytes())
+            )
+        })
+    });
     let damaged = list.damaged.iter().map(|damaged| format!("damaged record: {damaged}"));
     let mut gone = list.mounts.iter().filter(|status| status.state == MountState::Gone);
     let gone =
         gone.next().map(|_| "`cofolio mounts --reconcile` cleans up what is gone".to_owned());
-    orphans(list).chain(kept).chain(damaged).chain(gone).collect()
+    orphans(list).chain(missing).chain(kept).chain(damaged).chain(gone).collect()
 }

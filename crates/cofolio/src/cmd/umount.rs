@@ -80,7 +80,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             // Somebody else has just done it.
             Err(error)
                 if args.all && matches!(error.downcast_ref(), Some(MountError::NotMounted(_))) => {}
-            Err(error) => failed.push((target, error)),
+            Err(error) => {
+                let whole = whole_of(&error, &mounter);
+                failed.push((target, whole.map_or(error, Into::into)));
+            }
         }
     }
     if context.ui.json {
@@ -108,6 +111,17 @@ fn refuse_living(
     let what = format!("container `{name}` runs in {}", record.target.display());
     let hint = format!("`cofolio stop {name}` ends and removes it");
     Err(Fail::new(Exit::Busy, what).hint(hint).into())
+}
+
+/// What to unmount instead of a writable directory of a mount: whoever unmounts that alone loses its
+/// changes.
+fn whole_of(error: &anyhow::Error, mounter: &Mounter<'_>) -> Option<Fail> {
+    let Some(MountError::NoRecord(part)) = error.downcast_ref() else { return None };
+    let mounts = mounter.list().ok()?.mounts;
+    let whole = mounts.iter().find(|it| super::mounts::parts(it).any(|it| it == *part))?;
+    let at = super::mounts::place(whole).display();
+    let what = format!("{} is a part of the mount at {at}", part.display());
+    Some(Fail::usage(what).hint(format!("`cofolio umount {at}` unmounts all of it")))
 }
 
 /// Says what is unusual about it.
