@@ -7,8 +7,8 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
-use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -302,21 +302,41 @@ fn a_killed_daemon_leaves_nothing_in_the_way() {
     let refused = sandbox.run(&["serve"]);
     assert!(refused.code != 0 && refused.stderr.contains("is no socket"), "{}", refused.stderr);
     assert_eq!(std::fs::read(&aside).unwrap(), b"mine");
+    // Beside it there was a lock for good.
+    let mine = sandbox.text("mine");
+    std::fs::write(&mine, "mine").unwrap();
+    sandbox.run(&["serve", "--socket", &mine]).refused("is no socket");
+    assert!(!sandbox.path("mine.lock").exists());
 }
 
-/// A daemon whose socket somebody had removed took that of its successor along when it ended.
+/// A daemon whose run directory was wiped could not be reached, said nothing, and let another one start
+/// beside it. When it ended, it took the socket of its successor along.
 #[test]
-fn an_ending_daemon_removes_its_own_socket_only() {
-    if !can_mount("an_ending_daemon_removes_its_own_socket_only") {
+fn a_daemon_whose_socket_is_removed_listens_again() {
+    if !can_mount("a_daemon_whose_socket_is_removed_listens_again") {
         return;
     }
     let sandbox = Sandbox::new();
-    let mut first = Daemon::start(&sandbox, &[]);
-    std::fs::remove_file(&first.socket).unwrap();
-    let second = Daemon::start(&sandbox, &[]);
-    Command::new("kill").arg(first.child.0.id().to_string()).status().unwrap();
-    assert!(first.child.0.wait().unwrap().success());
-    assert_eq!(second.json("/v1/version")["api"], 1);
+    let mut daemon = Daemon::start(&sandbox, &["--group", "65533"]);
+    let made = |socket: &Path| {
+        let found = socket.metadata().unwrap();
+        (found.mode(), found.gid())
+    };
+    let before = made(&daemon.socket);
+    std::fs::remove_dir_all(sandbox.path("run")).unwrap();
+    common::machine::until("it listens again", || UnixStream::connect(&daemon.socket).ok());
+    assert!(daemon.next_line().contains("again: somebody removed the socket"));
+    assert_eq!(daemon.json("/v1/version")["api"], 1);
+    assert_eq!(made(&daemon.socket), before);
+
+    let other = sandbox.path("other");
+    let listener = UnixListener::bind(&other).unwrap();
+    std::fs::rename(&other, &daemon.socket).unwrap();
+    assert_eq!(daemon.child.0.wait().unwrap().code(), Some(7));
+    assert!(daemon.next_line().contains("somebody removed the socket"));
+    assert!(daemon.next_line().contains("another process listens"));
+    UnixStream::connect(&daemon.socket).unwrap();
+    drop(listener);
 }
 
 /// Any user who could open the directory of the socket could lock it, and the daemon waited for that

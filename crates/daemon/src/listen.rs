@@ -21,6 +21,9 @@ const GROUPS_SEEN: &str = if cfg!(target_env = "musl") {
     ""
 };
 
+/// Connections that may wait to be accepted; the kernel lowers it to `net.core.somaxconn`.
+const BACKLOG: i32 = 4096;
+
 /// Why the daemon cannot listen.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -86,10 +89,15 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Removes the file, unless another file has replaced it. The caller still listens, so the inode
+    /// Whether clients that connect to the path reach us. The caller still listens, so the inode
     /// number is not in use for another file.
+    pub(crate) fn is_in_place(&self) -> bool {
+        identity(&self.path).is_ok_and(|it| it == self.identity)
+    }
+
+    /// Removes the file, unless another file has replaced it.
     pub(crate) fn remove(&self) {
-        if identity(&self.path).is_ok_and(|it| it == self.identity) {
+        if self.is_in_place() {
             // The next daemon would replace it anyway.
             let _ = std::fs::remove_file(&self.path);
         }
@@ -122,13 +130,15 @@ pub(crate) fn unix(
         let passable = std::fs::Permissions::from_mode(0o711);
         std::fs::set_permissions(parent, passable).map_err(failed(parent.display()))?;
     }
-    let _lock = lock(&beside(path, ".lock"))?;
     let is_socket = |path: &Path| match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => Err(ListenError::NoSocket(path.to_owned())),
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(failed(path.display())(error)),
     };
+    // Nothing is made beside a file that is not ours.
+    is_socket(path)?;
+    let _lock = lock(&beside(path, ".lock"))?;
     if is_socket(path)? && is_answered(path).map_err(failed(shown()))? {
         return Err(ListenError::Taken(path.to_owned()));
     }
@@ -138,11 +148,7 @@ pub(crate) fn unix(
     if is_socket(&aside)? {
         std::fs::remove_file(&aside).map_err(failed(aside.display()))?;
     }
-    // Only root can connect from the first moment. The daemon has no other thread yet that makes files.
-    let before = rustix::process::umask(Mode::from_raw_mode(0o177));
-    let bound = UnixListener::bind(&aside);
-    rustix::process::umask(before);
-    let listener = bound.map_err(failed(aside.display()))?;
+    let listener = bind(&aside).map_err(failed(aside.display()))?;
     let publish = || {
         std::os::unix::fs::chown(&aside, Some(0), Some(gid.unwrap_or(0)))?;
         let mode = if gid.is_some() { 0o660 } else { 0o600 };
@@ -156,6 +162,21 @@ pub(crate) fn unix(
         failed(path.display())(error)
     })?;
     Ok((listener, file))
+}
+
+/// Listens at a path. Only root can connect, from the first moment: the kernel takes the mode of the
+/// file from the socket, whatever the umask of this process, whose other threads make files.
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket.into())
 }
 
 /// Of two daemons that start at the same time, the second must see the socket of the first. Only root
@@ -279,6 +300,18 @@ mod tests {
         let mode = Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
         refused("pipe");
+    }
+
+    /// The umask was changed for a moment, for all threads. With one of 0 anybody could connect.
+    #[test]
+    fn only_its_owner_can_connect_to_a_new_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let before = rustix::process::umask(Mode::empty());
+        let bound = bind(&path);
+        rustix::process::umask(before);
+        bound.unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
     }
 
     #[test]

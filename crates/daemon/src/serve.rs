@@ -144,7 +144,8 @@ pub fn serve(
                 };
                 let served = (api, Arc::clone(&auth));
                 let told = (&reload as &dyn Fn(), &end as &dyn Fn(), Arc::clone(&broken));
-                listen_until_told(runtime, listeners, socket.as_ref(), served, told)
+                let again = || listen_again(&options, said);
+                listen_until_told(runtime, listeners, (socket, &again), served, told)
             })
     })
 }
@@ -182,6 +183,21 @@ fn open_sockets(
         file
     });
     Ok((listeners, file))
+}
+
+/// Listens where the socket file is gone or another has replaced it: no client reaches the daemon,
+/// and another daemon could start beside it.
+fn listen_again(
+    options: &Options,
+    said: &dyn Fn(&str),
+) -> Result<(Listener, SocketFile), ListenError> {
+    let at = options.socket.display();
+    let listening = listen::unix(&options.socket, options.group.as_deref());
+    match &listening {
+        Ok(_) => said(&format!("listening at {at} again: somebody removed the socket")),
+        Err(_) => said(&format!("somebody removed the socket {at}")),
+    }
+    listening.map(|(unix, file)| (Listener::Unix(unix), file))
 }
 
 /// Of passed sockets, whoever opened them has said where they are and who may connect.
@@ -225,33 +241,60 @@ fn read_again(
 /// How long answers that are on their way may take once the daemon is to end.
 const ENDING_TIME: Duration = Duration::from_secs(5);
 
-/// Accepts connections until a signal asks to end, or something is `broken`. Then it removes the socket
-/// file, has the threads `end`, and lets clients have the answers that are on their way.
+/// How often the daemon looks whether its socket file is still there.
+const SOCKET_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Listens at the path of the socket file once more.
+type Again<'a> = &'a dyn Fn() -> Result<(Listener, SocketFile), ListenError>;
+
+/// Accepts connections until a signal asks to end, something is `broken`, or nobody can reach it at its
+/// socket file any more. Then it removes the socket file, has the threads `end`, and lets clients have
+/// the answers that are on their way.
 fn listen_until_told(
     runtime: Runtime,
     listeners: Vec<Listener>,
-    socket: Option<&SocketFile>,
+    (mut socket, again): (Option<SocketFile>, Again<'_>),
     (api, auth): (Arc<Api>, Arc<ReloadableAuth>),
     (reload, end, broken): (&dyn Fn(), &dyn Fn(), Arc<Notify>),
 ) -> Result<(), DaemonError> {
     runtime.block_on(async {
         let mut told = signals(broken)?;
         let accepting = listeners.into_iter().map(|listener| accept(listener, &api, &auth));
-        let accepting = accepting.collect::<io::Result<Vec<_>>>().map_err(DaemonError::Start)?;
+        let accepting = accepting.collect::<io::Result<Vec<_>>>();
+        let mut accepting = accepting.map_err(DaemonError::Start)?;
         notify(&[NotifyState::Ready]);
-        while told.recv().await == Some(SignalKind::hangup()) {
-            // Without the time, systemd takes it for an earlier reload's (sd_notify(3)).
-            if let Ok(now) = NotifyState::monotonic_usec_now() {
-                notify(&[NotifyState::Reloading, now]);
+        let ended = loop {
+            match tokio::time::timeout(SOCKET_INTERVAL, told.recv()).await {
+                Ok(Some(kind)) if kind == SignalKind::hangup() => {
+                    // Without the time, systemd takes it for an earlier reload's (sd_notify(3)).
+                    if let Ok(now) = NotifyState::monotonic_usec_now() {
+                        notify(&[NotifyState::Reloading, now]);
+                    }
+                    reload();
+                    notify(&[NotifyState::Ready]);
+                }
+                Ok(_) => break Ok(()),
+                Err(_) if socket.as_ref().is_none_or(SocketFile::is_in_place) => {}
+                Err(_) => {
+                    // That of the socket file is always the last one.
+                    accepting.last().iter().for_each(|(task, _)| task.abort());
+                    let listening = again().map_err(DaemonError::Listen);
+                    let accepted = listening.and_then(|(listener, file)| {
+                        socket = Some(file);
+                        accept(listener, &api, &auth).map_err(DaemonError::Start)
+                    });
+                    match accepted {
+                        Ok(new) => accepting.push(new),
+                        Err(error) => break Err(error),
+                    }
+                }
             }
-            reload();
-            notify(&[NotifyState::Ready]);
-        }
+        };
         notify(&[NotifyState::Stopping]);
-        socket.into_iter().for_each(SocketFile::remove);
+        socket.iter().for_each(SocketFile::remove);
         end();
         let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
-        Ok(())
+        ended
     })
 }
 

@@ -47,6 +47,11 @@ impl Daemon {
     /// Has it read its settings again. Gives what it says about that.
     pub(crate) fn reload(&mut self) -> String {
         kill_process(Pid::from_child(&self.child.0), Signal::HUP).unwrap();
+        self.next_line()
+    }
+
+    /// What it says next.
+    pub(crate) fn next_line(&mut self) -> String {
         self.said.next().unwrap().unwrap()
     }
 
