@@ -606,7 +606,7 @@ mod tests {
         }
         assert!(hint("meta.json").contains("fsck --repair` makes it again"));
         // They recommended a repair, which cannot be made, and failed with the same hint.
-        for (number, expected) in [(117, "own check"), (21, "remove that directory")] {
+        for (number, expected) in [(117, "own check"), (21, "remove that directory of the store")] {
             let source = io::Error::from_raw_os_error(number);
             let path = "domains/default/objects/aa/bb".to_owned();
             let error = cofolio_store::Error::Io { action: "open", path, source };

@@ -223,7 +223,7 @@ fn fsck_names_every_kind_of_damage() {
     write_layout(&layout, "box:1", &[layer], json!({}));
     // (what is done, finding, exit codes of fsck and of fsck --quick)
     type Harm = fn(&Damaged);
-    let cases: [(Harm, &str, i32, i32); 21] = [
+    let cases: [(Harm, &str, i32, i32); 23] = [
         (|d| d.remove(&d.object), "object-missing", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes.truncate(3)), "object-truncated", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes[0] ^= 1), "object-altered", 4, 0),
@@ -242,6 +242,9 @@ fn fsck_names_every_kind_of_damage() {
         (|d| fs::remove_dir(d.domain.join("roots/lease")).unwrap(), "directory-missing", 4, 4),
         (|d| d.signature(d.image_digest(), "x"), "signature-altered", 4, 4),
         (|d| d.signature(&"0".repeat(64), "x"), "signature-orphaned", 0, 0),
+        // These were no damage, although `warm` and `profile` refuse them.
+        (|d| fs::write(d.profile(), "").unwrap(), "profile-unreadable", 4, 4),
+        (|d| fs::create_dir(d.profile()).unwrap(), "profile-unreadable", 4, 4),
         (|d| d.open_up(&d.object), "permissions", 0, 0),
         (|d| fs::write(d.domain.join("objects/notes"), "").unwrap(), "unexpected-entry", 0, 0),
         (|d| fs::create_dir(d.store.join("staging/dead")).unwrap(), "staging-orphaned", 0, 0),
@@ -337,6 +340,13 @@ impl Damaged {
         let directory = self.domain.join("signatures").join(image);
         fs::create_dir_all(&directory).unwrap();
         fs::write(directory.join("0".repeat(64)), content).unwrap();
+    }
+
+    /// Where the profile of the image would be.
+    fn profile(&self) -> std::path::PathBuf {
+        let directory = self.domain.join("profiles");
+        fs::create_dir_all(&directory).unwrap();
+        directory.join(self.image_digest())
     }
 
     fn fake_root(&self) {

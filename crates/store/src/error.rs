@@ -323,7 +323,7 @@ fn is_medium_error(code: i32) -> bool {
 pub fn by_hand(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     use rustix::io::Errno;
     match error.downcast_ref().and_then(Errno::from_io_error) {
-        Some(Errno::ISDIR) => Some("remove that directory"),
+        Some(Errno::ISDIR) => Some("remove that directory of the store"),
         Some(Errno::UCLEAN | Errno::BADMSG) => {
             Some("unmount that filesystem and run its own check (e2fsck, xfs_repair)")
         }

@@ -85,6 +85,8 @@ pub enum FindingKind {
     SettingsUnreadable,
     /// A signature's content has another digest than its name.
     SignatureAltered,
+    /// A profile cannot be read, or is not one of its image.
+    ProfileUnreadable,
     /// A directory of the domain is missing.
     DirectoryMissing,
     /// A file can be written, belongs to somebody else, or has more than one name.

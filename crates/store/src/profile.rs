@@ -54,6 +54,16 @@ impl Domain {
         self.unlink_if_there(&self.profile_file(image))
     }
 
+    /// Images that have a profile, and the file of each, relative to the store.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`].
+    pub fn profiles(&self) -> Result<Vec<(Digest, String)>> {
+        let entries = self.entries(DIRECTORY)?.into_iter();
+        let images = entries.filter_map(|(entry, _)| Digest::from_lower_hex(entry.as_bytes()));
+        Ok(images.map(|image| (image, self.profile_file(&image))).collect())
+    }
+
     fn profile_file(&self, image: &Digest) -> String {
         format!("{}/{DIRECTORY}/{image}", self.directory())
     }

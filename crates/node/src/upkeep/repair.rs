@@ -9,11 +9,13 @@ use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Contents, Damage, Digest, FileKind, Finding, FindingKind, FsckOptions, FsckReport,
+    Contents, Damage, Digest, FileKind, Finding, FindingKind, FsckOptions, FsckReport, by_hand,
+    is_damage, with_causes,
 };
 
 use super::{Upkeep, UpkeepError, bases};
 use crate::mount::MountState;
+use crate::profile::{Profile, ProfileError};
 
 /// What fsck found, and what a repair did about it.
 #[derive(Debug, Default)]
@@ -38,6 +40,48 @@ impl Upkeep<'_> {
     /// Checks the domain; `rehash` reads all content. With `repair`, removes or remakes damaged
     /// derived files, restores what these sources have, and adds missing protection.
     pub fn fsck(
+        &self,
+        rehash: bool,
+        repair: Option<&[(Source, RegistryOptions)]>,
+        task: &Task,
+    ) -> Result<Checked, UpkeepError> {
+        let mut checked = self.fsck_store(rehash, repair, task)?;
+        let findings = &mut checked.report.findings;
+        findings.extend(self.damaged_profiles()?);
+        findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
+        Ok(checked)
+    }
+
+    /// Profiles that cannot be used. The store does not know what they mean.
+    fn damaged_profiles(&self) -> Result<Vec<Finding>, UpkeepError> {
+        let mut findings = Vec::new();
+        for (image, path) in self.domain.profiles()? {
+            let detail = match self.domain.profile(&image) {
+                Err(error) if is_damage(&error) => {
+                    let advice = by_hand(&error).map(|advice| format!("; {advice} first"));
+                    with_causes(&error) + &advice.unwrap_or_default()
+                }
+                Err(error) => return Err(error.into()),
+                Ok(_) => match Profile::read(self.domain, &image) {
+                    Err(ProfileError::Damaged { problem, .. }) => problem,
+                    // It was removed meanwhile, or the image is missing or damaged.
+                    _ => continue,
+                },
+            };
+            findings.push(Finding {
+                kind: FindingKind::ProfileUnreadable,
+                path,
+                digest: Some(image),
+                user: None,
+                refs: Vec::new(),
+                files: Vec::new(),
+                detail,
+            });
+        }
+        Ok(findings)
+    }
+
+    fn fsck_store(
         &self,
         rehash: bool,
         repair: Option<&[(Source, RegistryOptions)]>,
@@ -82,7 +126,7 @@ impl Upkeep<'_> {
             let options = ImportOptions { repair, registry, ..ImportOptions::default() };
             if let Err(error) = import::import(domain, source, &options, task) {
                 task.check()?;
-                checked.failed.push((number, cofolio_store::with_causes(&error)));
+                checked.failed.push((number, with_causes(&error)));
             }
             let left = domain.recheck(&first, &ImageContents, task)?;
             damage = domain.damage(&left, &ImageContents, task)?;
