@@ -86,6 +86,23 @@ fn by_command_and_by_daemon() {
     read();
 }
 
+/// `top` showed for a whole period what had just been dropped.
+#[test]
+fn the_next_report_is_without_what_went() {
+    let test = "the_next_report_is_without_what_went";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let (_, big) = mounted(&sandbox);
+    std::fs::read(&big).unwrap();
+    let daemon = Daemon::start(&sandbox, &["--period", "3600"]);
+    let resident = |report: &serde_json::Value| report["domains"][0]["resident_bytes"].as_u64();
+    assert!(resident(&daemon.sample()) >= Some(102_400));
+    sandbox.run(&["reclaim", "--image", "tree"]).ok();
+    assert_eq!(resident(&daemon.json("/v1/report")), Some(0));
+}
+
 /// The daemon lets members of its group reclaim, and the command refused them.
 #[test]
 fn a_member_of_the_group_reclaims() {

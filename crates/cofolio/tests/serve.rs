@@ -186,6 +186,12 @@ fn the_api_is_as_documented() {
         let (found, said) = daemon.post("/v1/reclaim", body);
         assert!(found == status && said.contains("\"error\""), "{found} {said}");
     }
+    // It said "expected value at line 1 column 12".
+    for target in ["{}", "{\"container\": \"/\", \"domain\": \"default\"}"] {
+        let (found, said) = daemon.post("/v1/reclaim", &format!("{{\"target\": {target}}}"));
+        let why = "target needs exactly one of container, image, domain";
+        assert!(found == 400 && said.contains(why), "{found} {said}");
+    }
     assert_metrics_documented(&doc, &daemon.get("/metrics").1);
 
     for (path, status) in [

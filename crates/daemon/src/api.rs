@@ -11,7 +11,7 @@ use hyper::body::Incoming;
 use hyper::header::{ALLOW, HOST, HeaderValue, WWW_AUTHENTICATE};
 use hyper::{Request, StatusCode};
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::answers::{Files, Version};
@@ -132,9 +132,14 @@ impl Api {
             }
             ["v1", "reclaim"] => {
                 let request = reclaim_request(body).await?;
+                let is_dry = request.dry_run;
                 let to_come = self.ask(peer, |begun| Question::Reclaim(request, begun)).await?;
                 // Now pages go, and the client hears how many, however long it takes.
                 let reclaimed = to_come.await.map_err(|_| busy())?.map_err(|it| of_ledger(&it))?;
+                if !is_dry {
+                    // The last report still has what went. Without a new one it has for a period.
+                    let _ = self.ask(peer, Question::Sample).await;
+                }
                 Ok(json_reply(StatusCode::OK, &reclaimed))
             }
             ["v1", "sample"] => encoded(self.ask(peer, Question::Sample).await?).await,
@@ -300,7 +305,18 @@ async fn reclaim_request(body: Incoming) -> Result<ReclaimRequest, Refusal> {
         true => (StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {BODY_MAX} bytes")),
         false => bad_request(&error.to_string()),
     })?;
-    serde_json::from_slice(&body.to_bytes()).map_err(|error| bad_request(&error.to_string()))
+    parse_reclaim(&body.to_bytes()).map_err(|why| bad_request(&why))
+}
+
+fn parse_reclaim(body: &[u8]) -> Result<ReclaimRequest, String> {
+    serde_json::from_slice(body).map_err(|error| {
+        // serde_json names what it wants to read, and not what is missing or too much.
+        let value: Value = serde_json::from_slice(body).unwrap_or_default();
+        match value["target"].as_object().is_some_and(|target| target.len() != 1) {
+            true => "target needs exactly one of container, image, domain".to_owned(),
+            false => error.to_string(),
+        }
+    })
 }
 
 /// The first value of a parameter of the query string.
