@@ -443,7 +443,6 @@ fn of_profile(error: &ProfileError) -> Classified {
             of_store(error)
         }
         ProfileError::Container(error) => of_run(error),
-        ProfileError::Mount(error) => of_mount(error),
         ProfileError::Cancelled(_) => code(Exit::Interrupted),
         ProfileError::Missing(_) => {
             hint(Exit::NotFound, "`cofolio profile record IMAGE` makes one")

@@ -164,11 +164,8 @@ pub(crate) fn recorded_dirs(domain: &Domain, image: &Digest) -> anyhow::Result<V
 /// The ref stays, for its config and the trust policy. If it leads to another image by now, the
 /// container is refused.
 fn program(args: &RecordArgs, name: &str, image: &Digest) -> Vec<String> {
-    let mut all = match args.rw {
-        // Where the changes are is of no interest: they are removed.
-        true => vec!["--quiet", "run", "--rw", "--keep"],
-        false => vec!["run"],
-    };
+    let mut all = vec!["run"];
+    all.extend(args.rw.then_some("--rw"));
     let (text, digest) = (args.image.as_deref().unwrap_or_default(), image.to_string());
     // What is read ahead would look as if the start had read it.
     all.extend(["--hold", "--warm", "never", "--name", name, "--digest", &digest, text, "--"]);

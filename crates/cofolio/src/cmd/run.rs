@@ -1,5 +1,7 @@
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -12,9 +14,11 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
-    Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd, wait_for,
+    Container, Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd,
+    wait_for,
 };
 use cofolio_node::mount::{Check, Step};
+use cofolio_node::profile;
 use cofolio_store::task::Cancel;
 use cofolio_sys::process::Fork;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -92,8 +96,9 @@ pub(crate) struct Args {
     /// With --detach: keep neither exit status nor output
     #[arg(long, requires = "detach")]
     rm: bool,
-    /// For `profile record`: with the root mounted, wait for a byte of standard input before
-    /// anything in it is opened, and end the container with standard input
+    /// For `profile record`, with a socket as standard input: with the root mounted, wait for a byte
+    /// before anything in it is opened; end the container with the socket; and write there in which
+    /// directories the container has made changes
     #[arg(long, hide = true, conflicts_with_all = ["detach", "interactive", "tty"])]
     hold: bool,
     /// With --rw or --writable: keep its changes when it has ended, and print their directory
@@ -261,29 +266,35 @@ fn attach(
     let running = containers.start(request, &streams)?;
     drop(work);
     interrupt::release();
-    let unheld = Cancel::default();
     if args.hold {
-        end_with_input(context, running.container.name(), unheld.clone())?;
+        end_with_input(context, running.container.name())?;
     }
     let given_up = Cancel::default();
     let passed_on = pass_on(signals, running.runtime_id(), given_up.clone());
     let (container, status, refusal) = running.wait(&given_up);
+    let written = if args.hold { tell_what_is_written(containers, &container) } else { Ok(()) };
     let left = containers.remove(container);
     passed_on?;
     let status = status.context("waiting for the runtime")?;
     // The container's end counts. The next command removes what is left.
     match left {
         Ok(None) => {}
-        Ok(Some(changes)) if unheld.is_cancelled() => {
-            // Whoever asked for them has gone.
-            context.mounter(&context.domain()?).discard_kept(&changes)?;
-        }
         Ok(Some(changes)) => context.ui.note(format!("changes are in {}", changes.display())),
         Err(error) => {
             context.ui.note(format!("the container has ended, but is not removed: {error}"))
         }
     }
+    written?;
     ended(status, refusal)
+}
+
+/// Tells whoever records this container where it has written, before its changes go.
+fn tell_what_is_written(containers: &Containers<'_>, container: &Container) -> anyhow::Result<()> {
+    let written = profile::written_by(containers, container.name())?;
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    // The recorder may have gone.
+    let _ = (&socket).write_all(&serde_json::to_vec(&written)?);
+    Ok(())
 }
 
 /// The process that the user waits for, or the one that waits for a detached container.
@@ -434,12 +445,11 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
 
 /// Whoever records holds standard input until the end. Once they have gone, killed perhaps, the
 /// container is ended: no other program knows of it.
-fn end_with_input(context: &Context<'_>, name: &str, unheld: Cancel) -> anyhow::Result<()> {
+fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<()> {
     let mut stop = context.cofolio();
     stop.args(["--quiet", "stop", name]).stdout(Stdio::null()).stderr(Stdio::null());
     std::thread::Builder::new().name("input".to_owned()).spawn(move || {
         let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-        unheld.cancel();
         // It may be too early to be stopped. This thread ends with the process.
         while stop.status().is_ok() {
             std::thread::sleep(Duration::from_millis(100));

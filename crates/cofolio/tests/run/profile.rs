@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cofolio_node::commons::{self, Commons};
 use cofolio_store::verity;
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::{Value, json};
 
 use crate::common::machine::{Machine, machine, until};
@@ -174,6 +174,30 @@ fn a_killed_recording_takes_its_container_along() {
     child.0.wait().unwrap();
     let is_gone = || machine.containers().is_empty() && machine.mounted().len() <= 1;
     until("the container is gone", || is_gone().then_some(()));
+    machine.assert_clean();
+}
+
+/// A recording had its container's changes kept until it had read them. When both processes were killed
+/// they stayed in the store until somebody discarded them.
+#[test]
+fn a_recording_keeps_no_changes() {
+    let test = "a_recording_keeps_no_changes";
+    let Some((machine, _)) = machine(test) else { return };
+    let script = "trap exit TERM; echo >/etc/x; echo up; sleep 1000 & wait";
+    let record = ["profile", "record", "--rw", "box:1", "--", "sh", "-c", script];
+    let mut recorder = Killed::start(machine.command(&record).stderr(Stdio::piped()));
+    let said = BufReader::new(recorder.0.stderr.take().unwrap()).lines();
+    assert!(said.map_while(Result::ok).any(|line| line == "up"));
+    let pid = recorder.0.id();
+    let run = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    let run = Pid::from_raw(run.trim().parse().unwrap()).unwrap();
+    // It must not see the other one die.
+    send(&recorder.0, Signal::STOP);
+    kill_process(run, Signal::KILL).unwrap();
+    drop(recorder);
+    let [found] = &machine.containers()[..] else { panic!("{:?}", machine.containers()) };
+    machine.run(&["stop", "--time", "0", found["name"].as_str().unwrap()]).ok();
+    assert!(machine.run(&["mounts", "--json"]).json()["kept"].as_array().unwrap().is_empty());
     machine.assert_clean();
 }
 

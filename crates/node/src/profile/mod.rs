@@ -27,11 +27,11 @@ use rustix::fs::{Advice, Dir, FileType, Mode, OFlags, ResolveFlags, fadvise};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-pub use self::record::{Subject, record};
+pub use self::record::{Subject, record, written_by};
 use crate::cache::leave_cache;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
-use crate::mount::{MountError, RunDir, WRITABLE_DIRS_MAX, open_dir};
+use crate::mount::{RunDir, WRITABLE_DIRS_MAX, open_dir};
 use crate::page_files::{self, PageFiles};
 
 /// The version that is written and read.
@@ -92,9 +92,6 @@ pub enum ProfileError {
     /// The container is not running, or does not end.
     #[error(transparent)]
     Container(#[from] RunError),
-    /// The kept changes of the container could not be listed or removed.
-    #[error(transparent)]
-    Mount(#[from] MountError),
     /// It was cancelled before the container started.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),

@@ -1,8 +1,11 @@
 //! Recording: a container is started, or found running, and its opens are noted until it ends.
 
-use std::io::Write as _;
+use std::io::{self, Write as _};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use cofolio_store::Digest;
@@ -29,8 +32,9 @@ pub enum Subject {
         name: String,
         /// Digest of its metadata image.
         image: Digest,
-        /// Starts it, as `cofolio run --hold --keep` does: with the root mounted it waits for a byte
-        /// of standard input, and it ends with standard input.
+        /// Starts it, as `cofolio run --hold` does. Standard input is a socket: with the root mounted
+        /// it waits there for a byte, it ends with the socket, and before its changes go it writes
+        /// there what [`written_by`] says, as JSON.
         start: Box<Command>,
     },
     /// A running one, by its name. It goes on.
@@ -71,31 +75,35 @@ fn record_new(
     task: &Task,
 ) -> Result<(Profile, u64), ProfileError> {
     let mounter = containers.mounter();
-    let mut child = start.stdin(Stdio::piped()).spawn().map_err(ProfileError::Process)?;
+    // It stays open: when this process is killed, the container ends with it.
+    let (held, theirs) = UnixStream::pair().map_err(ProfileError::Process)?;
+    let answer = held.try_clone().map_err(ProfileError::Process)?;
+    let child = start.stdin(OwnedFd::from(theirs)).spawn();
+    let mut child = child.map_err(ProfileError::Process)?;
+    // Its copy of the other end keeps that open.
+    drop(start);
+    // The answer may be larger than what the socket holds.
+    let answer = std::thread::spawn(move || io::read_to_string(answer));
     let mut recorder = None;
     let noted = (|| {
         wait_for_mount(&mut child, mounter, name, task)?;
         // Its superblock is there, and it has opened no file.
         let run = mounter.run_dir().clone();
         let recorder = recorder.insert(Recorder::begin(mounter.domain(), run, image, name)?);
-        // It stays open: when this process is killed, the container ends with it.
-        if let Some(go) = &mut child.stdin {
-            // It may have ended: then there is something to say about that.
-            let _ = go.write_all(b"\n");
-        }
+        // It may have ended: then there is something to say about that.
+        let _ = (&held).write_all(b"\n");
         note(recorder, Some(&mut child), time, task)
     })();
     if noted.is_err() {
         // If it waits for its start, it cannot be stopped, and ends now.
-        drop(child.stdin.take());
+        let _ = held.shutdown(Shutdown::Write);
     }
-    let ended = end(&mut child, containers, name, task, recorder.as_mut());
-    // Also after an error: its changes go.
-    let written = take_changes(mounter, name);
-    ended?;
+    end(&mut child, containers, name, task, recorder.as_mut())?;
     noted?;
     let (mut profile, lost) = recorder.ok_or(ProfileError::Empty)?.end()?;
-    profile.written = written?;
+    let answer = answer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let written = answer.and_then(|answer| Ok(serde_json::from_str(&answer)?));
+    profile.written = written.map_err(ProfileError::Changes)?;
     Ok((profile, lost))
 }
 
@@ -112,13 +120,23 @@ fn record_running(
     let mut recorder = Recorder::begin(mounter.domain(), mounter.run_dir().clone(), image, name)?;
     note(&mut recorder, None, time, task)?;
     let (mut profile, lost) = recorder.end()?;
-    // It may have ended meanwhile, and its changes with it. Those on a loop device are out of reach.
-    let found = mounter.run_dir().find(&mounter.run_dir().path().join(rootfs(name))).ok();
-    let upper = found.and_then(|found| Some(found.upper?.dir.join("upper")));
-    let upper = upper.filter(|upper| upper.exists());
-    let written = upper.map(|upper| written_dirs(&upper)).transpose();
-    profile.written = written.map_err(ProfileError::Changes)?;
+    profile.written = written_by(containers, name)?;
     Ok((profile, lost))
+}
+
+/// The directories of its image that a container has written to, if it can write. It may have ended,
+/// and its changes have gone with it; those in a filesystem of limited size are out of reach.
+///
+/// # Errors
+/// [`ProfileError::Changes`].
+pub fn written_by(
+    containers: &Containers<'_>,
+    name: &str,
+) -> Result<Option<Vec<PathBuf>>, ProfileError> {
+    let run = containers.mounter().run_dir();
+    let upper = run.find(&run.path().join(rootfs(name))).ok().and_then(|found| found.upper);
+    let upper = upper.map(|upper| upper.dir.join("upper")).filter(|upper| upper.exists());
+    upper.map(|upper| written_dirs(&upper)).transpose().map_err(ProfileError::Changes)
 }
 
 /// Where the root filesystem of a container is mounted, below the run directory.
@@ -199,18 +217,6 @@ fn end(
         std::thread::sleep(STOP_INTERVAL);
     }
     Err(stopped.err().unwrap_or_else(|| RunError::StillRunning(name.to_owned())).into())
-}
-
-/// The directories that a new container has written to, if it could write. Removes its changes.
-fn take_changes(mounter: &Mounter<'_>, name: &str) -> Result<Option<Vec<PathBuf>>, ProfileError> {
-    let mut dirs = None;
-    for (_, kept) in mounter.kept()? {
-        if kept.target.ends_with(rootfs(name)) {
-            dirs = Some(written_dirs(&kept.dir.join("upper")).map_err(ProfileError::Changes)?);
-            mounter.discard_kept(&kept.dir)?;
-        }
-    }
-    Ok(dirs)
 }
 
 #[cfg(test)]
