@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -150,12 +150,21 @@ pub(crate) fn unix(
     }
     let listener = bind(&aside).map_err(failed(aside.display()))?;
     let publish = || {
-        std::os::unix::fs::chown(&aside, Some(0), Some(gid.unwrap_or(0)))?;
-        let mode = if gid.is_some() { 0o660 } else { 0o600 };
-        std::fs::set_permissions(&aside, std::fs::Permissions::from_mode(mode))?;
-        let identity = identity(&aside)?;
+        // Whoever can write to the directory could put a link there, to a file of root's: so this is
+        // about one inode.
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::open(&aside, flags, Mode::empty())?;
+        let found = rustix::fs::fstat(&file)?;
+        if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
+            return Err(io::Error::other("another file took the socket's place"));
+        }
+        if let Some(gid) = gid {
+            let here = format!("/proc/self/fd/{}", file.as_raw_fd());
+            std::os::unix::fs::chown(&here, None, Some(gid))?;
+            std::fs::set_permissions(&here, std::fs::Permissions::from_mode(0o660))?;
+        }
         std::fs::rename(&aside, path)?;
-        Ok(SocketFile { path: path.to_owned(), identity })
+        Ok(SocketFile { path: path.to_owned(), identity: (found.st_dev, found.st_ino) })
     };
     let file = publish().map_err(|error| {
         let _ = std::fs::remove_file(&aside);
