@@ -7,4 +7,4 @@
 //! - what was read, written again, reads the same.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::ledger::fuzz::maps(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::fuzz::maps(data));

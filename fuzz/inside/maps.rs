@@ -1,4 +1,4 @@
-//! The module `ledger::processes::fuzz` of crate node, which only `--cfg fuzzing` builds: it sees what is
+//! The module `processes::fuzz` of crate node, which only `--cfg fuzzing` builds: it sees what is
 //! private there.
 //!
 //! It takes any bytes and panics where an invariant of its target in `fuzz_targets/` does not hold.

@@ -14,7 +14,11 @@ pub mod names;
 pub(crate) mod page_files;
 pub mod policy;
 pub mod probe;
+pub(crate) mod processes;
 pub mod profile;
 pub mod settings;
 pub mod survey;
 pub mod upkeep;
+
+#[cfg(fuzzing)]
+pub use processes::fuzz;

@@ -21,9 +21,10 @@ use super::record::FirstOpens;
 use super::shares::Shares;
 use super::superblocks::{Changes, Found, MountEvents, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
-use super::{Budget, LedgerError, Machine, Result, Unknown, processes};
+use super::{Budget, LedgerError, Machine, Result, Unknown};
 use crate::cgroup::{CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
+use crate::processes;
 
 /// Processor time between two looks at the queue of opened files.
 const SLICE: Duration = Duration::from_millis(20);

@@ -32,7 +32,6 @@ mod live;
 mod missed;
 mod pagemap;
 mod pressure;
-mod processes;
 mod reclaim;
 mod record;
 mod report;
@@ -50,8 +49,6 @@ pub use charges::{COMMONS, CommonsAccount};
 pub use detail::{ImageFile, ObjectUser, ResidentSharing, SharingImage};
 pub use live::{Ledger, UsageCost};
 pub use pressure::ReclaimPolicy;
-#[cfg(fuzzing)]
-pub use processes::fuzz;
 pub use reclaim::{ReclaimRequest, ReclaimTarget, Reclaimed};
 pub(crate) use superblocks::paths_of_objects;
 

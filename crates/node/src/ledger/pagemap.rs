@@ -7,7 +7,7 @@ use std::path::Path;
 
 use cofolio_sys::{cache, pagemap};
 
-use super::processes;
+use crate::processes;
 
 /// The parts of a mapping that show the file's pages. In a private mapping, a page that was written is
 /// the process's own copy, even if the mapping has become read-only since: so it is with data that the
@@ -42,7 +42,7 @@ mod tests {
         let program = std::env::current_exe().unwrap();
         let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
         let mut ranges = Vec::new();
-        processes::mappings(root, own, |mapping| {
+        processes::mappings(&processes::directory(root, own), |mapping| {
             let range = std::str::from_utf8(mapping.range).unwrap();
             let of_range = smaps.split_once(&format!("{range} r--p ")).map(|(_, rest)| rest);
             if let Some(text) = of_range.filter(|_| mapping.path == program.as_os_str().as_bytes())

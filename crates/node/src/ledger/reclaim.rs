@@ -26,7 +26,8 @@ use serde::{Deserialize, Serialize};
 
 use super::pagemap::without_copies;
 use super::usage::{CgroupId, ObjectId};
-use super::{Ledger, LedgerError, Result, UsedImage, processes};
+use super::{Ledger, LedgerError, Result, UsedImage};
+use crate::processes;
 
 /// Whose objects are dropped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -291,7 +292,7 @@ impl Ledger {
                 break;
             }
             let mut fits = true;
-            let read = processes::mappings(root, pid, |mapping| {
+            let read = processes::mappings(&processes::directory(root, pid), |mapping| {
                 let object = superblocks.mapped(root, pid, &mapping, index).map(|(_, it)| it);
                 let Some(object) = object.filter(|it| wanted.contains(it)) else { return };
                 let size = index.object(object).map_or(0, |it| it.size);

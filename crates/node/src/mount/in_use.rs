@@ -37,7 +37,7 @@ use super::mountinfo::{self, KernelMount, TaskRoot};
 use super::sparse::below;
 use super::state::Upper;
 use super::upper::{make_below, open_below};
-use crate::kernel_text::for_each_line;
+use crate::processes;
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
 const PREFIX: &str = "superblock-";
@@ -406,29 +406,14 @@ fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> 
     for task in if_shown(numbers(&process.join("task")))?.unwrap_or_default() {
         files.extend(["cwd", "root"].map(|name| task.join(name)));
     }
-    let mut mapped = |line: &[u8]| {
-        let found = std::str::from_utf8(line).ok().and_then(mapping);
-        let is_there = found.as_ref().is_some_and(|(device, _)| devices.contains(device));
-        files.extend(found.filter(|_| is_there).map(|(_, name)| process.join(name)));
-    };
-    match if_shown(for_each_line(&process.join("maps"), &mut mapped))? {
+    let mapped = processes::mappings(process, |mapping| {
+        let link = mapping.link().filter(|_| devices.contains(&mapping.device));
+        files.extend(link.map(|link| process.join(link)));
+    });
+    match if_shown(mapped)? {
         Some(false) => Err(io::Error::other("it has too many mappings")),
         _ => Ok(files),
     }
-}
-
-/// The device of a line of `/proc/PID/maps` (an overlay's own since Linux 6.8), and the link to the
-/// file.
-fn mapping(line: &str) -> Option<((u32, u32), String)> {
-    let mut fields = line.split(' ');
-    let hex = |(one, other): (&str, &str)| {
-        Some((u64::from_str_radix(one, 16).ok()?, u64::from_str_radix(other, 16).ok()?))
-    };
-    // The link's name has no leading zeros.
-    let (start, end) = hex(fields.next()?.split_once('-')?)?;
-    let (major, minor) = hex(fields.nth(2)?.split_once(':')?)?;
-    let device = (major.try_into().ok()?, minor.try_into().ok()?);
-    Some((device, format!("map_files/{start:x}-{end:x}")))
 }
 
 /// A loop device over a file below a directory of this mount namespace.

@@ -27,13 +27,13 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::super::index::{Index, IndexedDomain};
-use super::super::processes::{self, Device, Mapping};
 use super::super::usage::{MountId, ObjectId};
 use super::look::{Look, STEPS_OF_A_TABLE, proven};
 use super::namespaces::{Namespaces, Shown, backend_of};
 use super::tables::Inodes;
 use super::{Changes, Found, Place, Superblock, Superblocks, Upper, id_of};
 use crate::mount::{KernelMount, ShownSuperblock};
+use crate::processes::{self, Device, Mapping};
 use crate::settings::Backend;
 
 /// Superblocks that are adopted at most. A container can make any number of overlays over one of

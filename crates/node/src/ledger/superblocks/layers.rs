@@ -10,9 +10,9 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::super::index::Index;
-use super::super::processes::Device;
 use super::super::usage::ObjectId;
 use super::{Found, Place, Superblock, Superblocks};
+use crate::processes::Device;
 
 impl Superblock {
     /// The layer and the object of a file that does not lie among the changes.

@@ -13,11 +13,11 @@ use cofolio_sys::cache::{self, FileMap};
 use cofolio_sys::pagemap;
 
 use super::super::index::Index;
-use super::super::processes::{self, Mapping};
 use super::super::usage::ObjectId;
 use super::namespaces::{Namespaces, Seeing, Shown};
 use super::tables::Inodes;
 use super::{Superblock, adopted};
+use crate::processes::{self, Mapping};
 use crate::settings::Backend;
 
 /// Steps of a look: some hundred milliseconds at most. A step is a file that is looked at with
@@ -75,9 +75,8 @@ impl Look {
 
     /// A link to a mapped file.
     pub(super) fn file(&self, mapping: &Mapping<'_>) -> PathBuf {
-        use std::os::unix::ffi::OsStrExt as _;
-        let range = std::ffi::OsStr::from_bytes(mapping.range);
-        processes::directory(&self.root, self.pid).join("map_files").join(range)
+        let link = mapping.link().unwrap_or_default();
+        processes::directory(&self.root, self.pid).join(link)
     }
 }
 

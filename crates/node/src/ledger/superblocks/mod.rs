@@ -53,8 +53,8 @@ use self::refresh::RunEntry;
 use self::tables::{Inodes, Tables};
 use self::upper::Upper;
 use super::index::Index;
-use super::processes::{self, Device};
 use super::usage::{MountId, ObjectId};
+use crate::processes::{self, Device};
 use crate::settings::Backend;
 
 /// A file as statx(2) shows it.

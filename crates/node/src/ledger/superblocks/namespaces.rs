@@ -10,9 +10,9 @@ use std::path::Path;
 
 use cofolio_store::Digest;
 
-use super::super::processes::{self, Device};
 use crate::mount::KernelMount;
 use crate::mount::mountinfo::{self, TaskRoot};
+use crate::processes::{self, Device};
 use crate::settings::Backend;
 
 /// Who sees the same mounts.

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::super::index::Index;
-use super::super::processes::Device;
 use super::super::usage::MountId;
 use super::layers::open_directory;
 use super::tables::{Inodes, metadata_images};
 use super::{Place, Superblock, Superblocks, Upper, id_of};
 use crate::mount::{MountError, MountRecord, RunDir, ShownSuperblock};
+use crate::processes::Device;
 use crate::settings::Backend;
 
 /// What tells an entry of the run directory from an earlier one at its path.

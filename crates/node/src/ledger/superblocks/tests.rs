@@ -13,7 +13,6 @@ use cofolio_store::{Digest, InitOptions, Store};
 use cofolio_sys::{cache, pagemap};
 
 use super::super::index::Index;
-use super::super::processes::{Device, Mapping};
 use super::super::reclaim::Scope;
 use super::super::usage::{Count, MountId, ObjectId};
 use super::super::{Budget, Ledger};
@@ -25,6 +24,7 @@ use super::tables::Inodes;
 use super::{Place, Superblock, Superblocks};
 use crate::cgroup::Hierarchy;
 use crate::mount::RunDir;
+use crate::processes::{Device, Mapping};
 use crate::settings::Backend;
 
 const IMAGE: &str = "2492664271cd9a238b4cf0dfb7eee50a5b508206ffb2f994a5a9f3d588849784";

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use super::super::processes::Device;
 use super::Found;
 use crate::mount::ShownSuperblock;
+use crate::processes::Device;
 
 /// Where the changes of a writable mount are.
 #[derive(Debug)]

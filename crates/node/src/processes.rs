@@ -1,7 +1,7 @@
 //! Processes as `/proc` shows them: their cgroup, and the files that they map.
 
 #[cfg(fuzzing)]
-#[path = "../../../../fuzz/inside/maps.rs"]
+#[path = "../../../fuzz/inside/maps.rs"]
 pub mod fuzz;
 
 use std::fs;
@@ -13,35 +13,46 @@ use crate::cgroup::{Version, path_in};
 use crate::kernel_text::for_each_line;
 
 /// Major and minor number of a filesystem.
-pub(super) type Device = (u32, u32);
+pub(crate) type Device = (u32, u32);
 
 /// A file that a process maps.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Mapping<'m> {
+pub(crate) struct Mapping<'m> {
     /// Of the filesystem that the process opened the file on.
-    pub(super) device: Device,
-    pub(super) inode: u64,
-    /// Name of the mapping in `/proc/PID/map_files`.
-    pub(super) range: &'m [u8],
+    pub(crate) device: Device,
+    pub(crate) inode: u64,
+    /// Its addresses, as the kernel shows them.
+    pub(crate) range: &'m [u8],
     /// Where in the file it begins, in bytes.
-    pub(super) offset: u64,
+    pub(crate) offset: u64,
     /// As this process would name the file, or from the root of a mount that it does not see.
-    pub(super) path: &'m [u8],
+    pub(crate) path: &'m [u8],
 }
 
 impl Mapping<'_> {
     /// Its addresses as far as a file of `size` bytes reaches: a mapping can be any length longer,
     /// and has no pages there.
-    pub(super) fn addresses(&self, size: u64) -> Option<Range<u64>> {
-        let (start, end) = std::str::from_utf8(self.range).ok()?.split_once('-')?;
-        let start = u64::from_str_radix(start, 16).ok()?;
+    pub(crate) fn addresses(&self, size: u64) -> Option<Range<u64>> {
+        let Range { start, end } = self.range()?;
         let of_file = start.saturating_add(size.saturating_sub(self.offset));
-        Some(start..u64::from_str_radix(end, 16).ok()?.min(of_file))
+        Some(start..end.min(of_file))
+    }
+
+    /// The link to the file, below the process's directory in `/proc`. Its name has no leading zeros,
+    /// which the range has below 2^28, where a program without `-pie` is.
+    pub(crate) fn link(&self) -> Option<PathBuf> {
+        let Range { start, end } = self.range()?;
+        Some(format!("map_files/{start:x}-{end:x}").into())
+    }
+
+    fn range(&self) -> Option<Range<u64>> {
+        let (start, end) = std::str::from_utf8(self.range).ok()?.split_once('-')?;
+        Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
     }
 }
 
 /// The numbers of all processes.
-pub(super) fn all(root: &Path) -> io::Result<Vec<u32>> {
+pub(crate) fn all(root: &Path) -> io::Result<Vec<u32>> {
     let names = fs::read_dir(root.join("proc"))?
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     Ok(names.filter_map(|name| name.parse().ok()).collect())
@@ -49,7 +60,7 @@ pub(super) fn all(root: &Path) -> io::Result<Vec<u32>> {
 
 /// The path of a process's cgroup below the root of a hierarchy. Fails for one that has ended: in
 /// version 1, the kernel says of a zombie that it is in `/`.
-pub(super) fn cgroup(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
+pub(crate) fn cgroup(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
     let directory = directory(root, pid);
     let text = fs::read_to_string(directory.join("cgroup"))?;
     let path = path_in(&text, version).map(str::to_owned);
@@ -72,13 +83,13 @@ fn is_ending(stat: &str) -> bool {
 
 /// Calls `each` for every file that a process maps until it says that it knows the file, once for
 /// mappings that follow each other. Says whether those were all files.
-pub(super) fn mapped(
+pub(crate) fn mapped(
     root: &Path,
     pid: u32,
     mut each: impl FnMut(Mapping<'_>) -> bool,
 ) -> io::Result<bool> {
     let mut known = None;
-    mappings(root, pid, |mapping| {
+    mappings(&directory(root, pid), |mapping| {
         let this = (mapping.device, mapping.inode);
         if known != Some(this) && each(mapping) {
             known = Some(this);
@@ -86,18 +97,13 @@ pub(super) fn mapped(
     })
 }
 
-/// Calls `each` for every mapping of a file. Says whether those were all: a process can have any
-/// number of them.
-pub(super) fn mappings(
-    root: &Path,
-    pid: u32,
-    mut each: impl FnMut(Mapping<'_>),
-) -> io::Result<bool> {
-    let maps = directory(root, pid).join("maps");
-    for_each_line(&maps, |line| parse(line).into_iter().for_each(&mut each))
+/// Calls `each` for every mapping of a file of a process, by its directory. Says whether those were all:
+/// a process can have any number of them.
+pub(crate) fn mappings(process: &Path, mut each: impl FnMut(Mapping<'_>)) -> io::Result<bool> {
+    for_each_line(&process.join("maps"), |line| parse(line).into_iter().for_each(&mut each))
 }
 
-pub(super) fn directory(root: &Path, pid: u32) -> PathBuf {
+pub(crate) fn directory(root: &Path, pid: u32) -> PathBuf {
     root.join(format!("proc/{pid}"))
 }
 
@@ -137,6 +143,12 @@ mod tests {
         assert_eq!(expected.addresses(u64::MAX), Some(start..0x7f6a_c63c_e000));
         assert_eq!(expected.addresses(0x28000 + 0x1000), Some(start..start + 0x1000));
         assert_eq!(expected.addresses(0x1000), Some(start..start));
+        let link = Path::new("map_files/7f6ac63a8000-7f6ac63ce000");
+        assert_eq!(expected.link().as_deref(), Some(link));
+        // The kernel has no link `00400000-00401000`: files of such programs had no users.
+        let low = Mapping { range: b"00400000-00401000", ..expected };
+        assert_eq!(low.link().as_deref(), Some(Path::new("map_files/400000-401000")));
+        let expected = Mapping { range: b"7f6ac63a8000-7f6ac63ce000", ..low };
         assert_eq!(parse(line), Some(expected));
         for cut in 0..line.len() {
             let _ = parse(&line[..cut]);
