@@ -315,8 +315,8 @@ fn a_killed_daemon_leaves_nothing_in_the_way() {
     assert!(!sandbox.path("mine.lock").exists());
 }
 
-/// A daemon whose run directory was wiped could not be reached, said nothing, and let another one start
-/// beside it. When it ended, it took the socket of its successor along.
+/// A daemon whose run directory was wiped could not be reached, said nothing, and let another one
+/// start beside it. When it ended, it took the socket of its successor along.
 #[test]
 fn a_daemon_whose_socket_is_removed_listens_again() {
     if !can_mount("a_daemon_whose_socket_is_removed_listens_again") {

@@ -173,8 +173,8 @@ pub(crate) fn unix(
     Ok((listener, file))
 }
 
-/// Listens at a path. Only root can connect, from the first moment: the kernel takes the mode of the
-/// file from the socket, whatever the umask of this process, whose other threads make files.
+/// Listens at a path. Only root can connect, from the first moment: the kernel takes the mode of
+/// the file from the socket. The umask would be changed for other threads, too, which make files.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -265,6 +265,7 @@ fn group_id(name: &str) -> Result<u32, ListenError> {
 mod tests {
     use super::*;
 
+<<<<<<< ours
     /// A datagram socket counted as one that nobody uses, and was replaced.
     #[test]
     fn sockets_of_other_types_are_answered() {
@@ -309,6 +310,14 @@ mod tests {
         let mode = Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
         refused("pipe");
+=======
+    #[test]
+    fn a_group_has_a_name_or_a_number() {
+        assert_eq!(group_id("root").unwrap(), 0);
+        assert_eq!(group_id("65533").unwrap(), 65533);
+        let missing = group_id("no-such-group").unwrap_err();
+        assert!(matches!(missing, ListenError::NoGroup(_)), "{missing}");
+>>>>>>> theirs
     }
 
     /// The umask was changed for a moment, for all threads. With one of 0 anybody could connect.
@@ -321,13 +330,5 @@ mod tests {
         rustix::process::umask(before);
         bound.unwrap();
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
-    }
-
-    #[test]
-    fn a_group_has_a_name_or_a_number() {
-        assert_eq!(group_id("root").unwrap(), 0);
-        assert_eq!(group_id("65533").unwrap(), 65533);
-        let missing = group_id("no-such-group").unwrap_err();
-        assert!(matches!(missing, ListenError::NoGroup(_)), "{missing}");
     }
 }

@@ -51,8 +51,8 @@ const NO_PROGRAM: u8 = 127;
 /// Mounts the image, starts the container, waits for its end and removes it; --keep keeps its changes,
 /// --detach does not wait. Its root is read-only unless --rw: containers of one image are then clones of one
 /// mount. With --writable some directories of the image can be written to, and the rest cannot. /tmp, /var/tmp and
-/// /run are in memory and the image's volumes are directories of the store, removed with the container, unless they are
-/// such directories or in one.
+/// /run are in memory and the image's volumes are directories of the store, removed with the
+/// container, unless they are such directories or in one.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
 /// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
@@ -96,9 +96,9 @@ pub(crate) struct Args {
     /// With --detach: keep neither exit status nor output
     #[arg(long, requires = "detach")]
     rm: bool,
-    /// For `profile record`, with a socket as standard input: with the root mounted, wait for a byte
-    /// before anything in it is opened; end the container with the socket; and write there in which
-    /// directories the container has made changes
+    /// For `profile record`, with a socket as standard input: with the root mounted, wait for a
+    /// byte before anything in it is opened; end the container with the socket; and write there in
+    /// which directories the container has made changes
     #[arg(long, hide = true, conflicts_with_all = ["detach", "interactive", "tty"])]
     hold: bool,
     /// With --rw or --writable: keep its changes when it has ended, and print their directory

@@ -113,8 +113,8 @@ fn refuse_living(
     Err(Fail::new(Exit::Busy, what).hint(hint).into())
 }
 
-/// What to unmount instead of a writable directory of a mount: whoever unmounts that alone loses its
-/// changes.
+/// What to unmount instead of a writable directory of a mount: whoever unmounts that alone loses
+/// its changes.
 fn whole_of(error: &anyhow::Error, mounter: &Mounter<'_>) -> Option<Fail> {
     let Some(MountError::NoRecord(part)) = error.downcast_ref() else { return None };
     let mounts = mounter.list().ok()?.mounts;

@@ -177,8 +177,8 @@ fn a_killed_recording_takes_its_container_along() {
     machine.assert_clean();
 }
 
-/// A recording had its container's changes kept until it had read them. When both processes were killed
-/// they stayed in the store until somebody discarded them.
+/// A recording had its container's changes kept until it had read them. When both processes were
+/// killed they stayed in the store until somebody discarded them.
 #[test]
 fn a_recording_keeps_no_changes() {
     let test = "a_recording_keeps_no_changes";

@@ -32,9 +32,9 @@ pub enum Subject {
         name: String,
         /// Digest of its metadata image.
         image: Digest,
-        /// Starts it, as `cofolio run --hold` does. Standard input is a socket: with the root mounted
-        /// it waits there for a byte, it ends with the socket, and before its changes go it writes
-        /// there what [`written_by`] says, as JSON.
+        /// Starts it, as `cofolio run --hold` does. Standard input is a socket: with the root
+        /// mounted it waits there for a byte, it ends with the socket, and before its changes go it
+        /// writes there what [`written_by`] says, as JSON.
         start: Box<Command>,
     },
     /// A running one, by its name. It goes on.
@@ -124,8 +124,8 @@ fn record_running(
     Ok((profile, lost))
 }
 
-/// The directories of its image that a container has written to, if it can write. It may have ended,
-/// and its changes have gone with it; those in a filesystem of limited size are out of reach.
+/// The directories of its image that a container has written to, if it can write. `None` also if it
+/// has ended and its changes are gone, or if they are in a filesystem of limited size.
 ///
 /// # Errors
 /// [`ProfileError::Changes`].
