@@ -173,6 +173,33 @@ fn a_part_of_a_mount_leads_to_the_whole() {
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 
+/// Several steps failed because of one damaged record, and each said so.
+#[test]
+fn a_damaged_record_is_named_once() {
+    if !can_mount("a_damaged_record_is_named_once") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "box:1", &target]).ok();
+    let run = fs::read_dir(sandbox.path("run")).unwrap().next().unwrap().unwrap().path();
+    let record = fs::read_dir(run.join("mounts")).unwrap().next().unwrap().unwrap().path();
+    let good = fs::read(&record).unwrap();
+    fs::write(&record, "{").unwrap();
+    for (args, line) in [
+        (&["mounts", "--reconcile"][..], "could not be cleaned up: "),
+        (&["gc"], "left for the next gc: "),
+    ] {
+        let said = sandbox.run(args).stderr;
+        let line = format!("{line}{}", record.display());
+        assert_eq!(said.matches(&line).count(), 1, "{said}");
+        assert!(!said.contains("damaged record"), "{said}");
+    }
+    fs::write(&record, good).unwrap();
+    sandbox.run(&["umount", &target]).ok();
+}
+
 /// A container made directories deeper than a process may open files: what it had written stayed on the disk for
 /// ever, and every gc failed.
 #[test]

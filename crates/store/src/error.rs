@@ -156,7 +156,7 @@ pub enum Error {
         found: u64,
     },
     /// An image, a layer or the list of live mounts cannot be read.
-    #[error("cannot tell what {what} uses")]
+    #[error("cannot tell what is used by {what}")]
     Unreadable {
         /// `image <digest>` or `layer <chain-id>`, and what keeps it.
         what: String,

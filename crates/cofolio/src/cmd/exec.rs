@@ -11,13 +11,13 @@ use crate::exit::{Ended, Fail};
 /// It has the user, working directory, environment and capabilities of the container's own process. The
 /// container's runtime starts it (`crun exec`), and the exit status is the process's.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio exec cache -- redis-cli ping\n  \
-    cofolio exec -t cache -- sh")]
+#[command(after_help = "Example:\n  cofolio exec cache redis-cli ping\n  \
+    cofolio exec -it cache sh")]
 pub(crate) struct Args {
     /// Name of the container, as `ps` shows it
     name: String,
     /// Program and its arguments
-    #[arg(last = true, required = true)]
+    #[arg(trailing_var_arg = true, required = true)]
     command: Vec<String>,
     /// Give it this process's standard input
     #[arg(long, short)]

@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             context.ui.error(&format!("could not be cleaned up: {failed}"), None);
         }
     }
-    let list = mounter.list()?;
+    let mut list = mounter.list()?;
     let exit = if failed.is_empty() { Exit::Ok } else { Exit::Failure };
     if context.ui.json {
         let mut value = serde_json::to_value(&list)?;
@@ -67,6 +67,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
         context.ui.table(&table)?;
     }
+    // Those were named above.
+    list.damaged.retain(|damaged| !failed.contains(damaged));
     remarks(&list, &names).into_iter().for_each(|remark| context.ui.note(remark));
     Ok(exit)
 }

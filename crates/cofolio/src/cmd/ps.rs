@@ -28,7 +28,10 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(exit);
     }
     if list.is_empty() {
-        context.ui.note("no containers");
+        // Those that cannot be read were named.
+        if exit == Exit::Ok {
+            context.ui.note("no containers");
+        }
         return Ok(exit);
     }
     let mut table = Table::new(&["NAME", "IMAGE", "STATE", "PID", "SINCE", "COMMAND"]);

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::{Exit, Fail};
+use crate::exit::{self, Exit, Fail};
 
 /// Unmount what `mount` or `bundle` mounted
 ///
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 if args.all && matches!(error.downcast_ref(), Some(MountError::NotMounted(_))) => {}
             Err(error) => {
                 let whole = whole_of(&error, &mounter);
-                failed.push((target, whole.map_or(error, Into::into)));
+                failed.push(whole.map_or(error, Into::into));
             }
         }
     }
@@ -90,13 +90,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.json(&done)?;
     }
     // One that is busy does not keep the others mounted.
-    let more = failed.len().saturating_sub(1);
-    let Some((target, error)) = failed.into_iter().next() else { return Ok(exit) };
-    if more > 0 {
-        let what = format!("{} and {more} more were not unmounted", target.display());
-        return Err(error.context(what));
+    for error in failed {
+        let failure = exit::report(&error, context.ui);
+        exit = if exit == Exit::Ok { failure } else { exit };
     }
-    Err(error)
+    Ok(exit)
 }
 
 /// Refuses the root of a container that runs. The kernel would unmount it: the container has its own

@@ -194,6 +194,24 @@ fn a_stop_signal_that_the_runtime_refuses_is_sigterm() {
     }
 }
 
+/// Of several mounts that could not be unmounted one was named, by its id.
+#[test]
+fn umount_names_every_container_that_runs() {
+    let test = "umount_names_every_container_that_runs";
+    let Some((machine, runtimes)) = machine(test) else { return };
+    for name in ["one", "two"] {
+        machine.sh(runtimes[0], &["-d", "--name", name], "sleep 100").ok();
+    }
+    let refused = machine.run(&["umount", "--all"]);
+    for container in machine.containers() {
+        let (name, rootfs) = (&container["name"], container["rootfs"].as_str().unwrap());
+        let name = name.as_str().unwrap();
+        refused.fails_with(7).refused(&format!("container `{name}` runs in {rootfs}\n"));
+        machine.run(&["stop", "--time", "0", name]).ok();
+    }
+    machine.assert_clean();
+}
+
 #[test]
 fn exec_ends_as_its_process_does() {
     let Some((machine, runtimes)) = machine("exec_ends_as_its_process_does") else { return };
@@ -206,6 +224,9 @@ fn exec_ends_as_its_process_does() {
         exec("exit 7").fails_with(7);
         // As with `run`; it was 255.
         machine.run(&["exec", "cache", "--", "nosuch"]).fails_with(127);
+        // `run` takes arguments without `--`, and `exec` refused them.
+        let exec = ["exec", "cache", "busybox", "sh", "-c", "exit 7"];
+        machine.run(&exec).fails_with(7);
         machine.run(&["exec", "cache", "--", "/etc/passwd"]).fails_with(126);
         let args = ["exec", "-i", "cache", "--", "busybox", "cat"];
         assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "given\n");

@@ -379,6 +379,9 @@ impl Mounter<'_> {
             let roots = self.reconcile_roots(&domain, &mut or_failed);
             done.roots.extend(roots.map_err(&mut or_failed).unwrap_or_default());
         }
+        // A damaged record fails more than one step.
+        failed.sort();
+        failed.dedup();
         done.failed = failed;
         Ok(done)
     }
