@@ -265,7 +265,6 @@ fn group_id(name: &str) -> Result<u32, ListenError> {
 mod tests {
     use super::*;
 
-<<<<<<< ours
     /// A datagram socket counted as one that nobody uses, and was replaced.
     #[test]
     fn sockets_of_other_types_are_answered() {
@@ -310,14 +309,14 @@ mod tests {
         let mode = Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
         refused("pipe");
-=======
+    }
+
     #[test]
     fn a_group_has_a_name_or_a_number() {
         assert_eq!(group_id("root").unwrap(), 0);
         assert_eq!(group_id("65533").unwrap(), 65533);
         let missing = group_id("no-such-group").unwrap_err();
         assert!(matches!(missing, ListenError::NoGroup(_)), "{missing}");
->>>>>>> theirs
     }
 
     /// The umask was changed for a moment, for all threads. With one of 0 anybody could connect.
