@@ -1,4 +1,4 @@
-//! Processes as `/proc` shows them: their cgroup, and the files that they map.
+//! Processes as `/proc` shows them, and the files that they map.
 
 #[cfg(fuzzing)]
 #[path = "../../../fuzz/inside/maps.rs"]
@@ -9,7 +9,6 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::cgroup::{Version, path_in};
 use crate::kernel_text::for_each_line;
 
 /// Major and minor number of a filesystem.
@@ -56,29 +55,6 @@ pub(crate) fn all(root: &Path) -> io::Result<Vec<u32>> {
     let names = fs::read_dir(root.join("proc"))?
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     Ok(names.filter_map(|name| name.parse().ok()).collect())
-}
-
-/// The path of a process's cgroup below the root of a hierarchy. Fails for one that has ended: in
-/// version 1, the kernel says of a zombie that it is in `/`.
-pub(crate) fn cgroup(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
-    let directory = directory(root, pid);
-    let text = fs::read_to_string(directory.join("cgroup"))?;
-    let path = path_in(&text, version).map(str::to_owned);
-    if version == Version::V1
-        && path.as_deref() == Some("/")
-        && is_ending(&fs::read_to_string(directory.join("stat"))?)
-    {
-        return Err(io::ErrorKind::NotFound.into());
-    }
-    Ok(path)
-}
-
-/// Whether the kernel is ending the process: `PF_EXITING` of `include/linux/sched.h` in the flags
-/// of `/proc/PID/stat`, the seventh field behind the name, which may contain anything.
-fn is_ending(stat: &str) -> bool {
-    const EXITING: u32 = 4;
-    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse().ok());
-    flags.is_some_and(|flags: u32| flags & EXITING != 0)
 }
 
 /// Calls `each` for every file that a process maps until it says that it knows the file, once for
@@ -160,38 +136,6 @@ mod tests {
         ] {
             assert_eq!(parse(line), None);
         }
-    }
-
-    /// A short program of a container had ended when its event was read. It was taken for a process
-    /// of the cgroup `/`, as which version 1 shows zombies, and not for one that had ended.
-    #[test]
-    fn a_zombie_is_in_no_cgroup() {
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        let pid = child.id();
-        let state = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        while !state().contains(") Z ") {
-            std::thread::yield_now();
-        }
-        assert!(is_ending(&state()));
-        let own = fs::read_to_string("/proc/self/stat").unwrap();
-        assert!(!is_ending(&own) && !is_ending("") && !is_ending("1 (a) b) R 1"));
-        let root = tempfile::tempdir().unwrap();
-        let of = root.path().join(format!("proc/{pid}"));
-        fs::create_dir_all(&of).unwrap();
-        fs::write(of.join("cgroup"), "11:memory:/\n").unwrap();
-        fs::write(of.join("stat"), state()).unwrap();
-        assert!(cgroup(root.path(), pid, Version::V1).is_err());
-        fs::write(of.join("stat"), own).unwrap();
-        assert_eq!(cgroup(root.path(), pid, Version::V1).unwrap().as_deref(), Some("/"));
-        child.wait().unwrap();
-    }
-
-    #[test]
-    fn the_cgroup_is_that_of_the_memory_controller() {
-        let v1 = "12:cpu,cpuacct:/a\n11:memory:/cofolio/x-1\n0::/b\n";
-        assert_eq!(path_in(v1, Version::V1), Some("/cofolio/x-1"));
-        assert_eq!(path_in(v1, Version::V2), Some("/b"));
-        assert_eq!(path_in("0::/c\n", Version::V1), None);
     }
 
     /// This process maps its own program.

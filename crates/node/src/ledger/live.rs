@@ -22,7 +22,7 @@ use super::shares::Shares;
 use super::superblocks::{Changes, Found, MountEvents, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown};
-use crate::cgroup::{CgroupError, Hierarchy, Version};
+use crate::cgroup::{self, CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
 use crate::processes;
 
@@ -60,7 +60,7 @@ pub struct UsageCost {
 fn usage_bytes_max(root: &Path, hierarchy: Option<&Hierarchy>) -> u64 {
     let of_machine = Machine::read(root).map_or(u64::MAX, |it| it.memory_bytes / 16);
     let of_own_cgroup = hierarchy.and_then(|hierarchy| {
-        let cgroup = processes::cgroup(root, std::process::id(), hierarchy.version()).ok()??;
+        let cgroup = cgroup::of_process(root, std::process::id(), hierarchy.version()).ok()??;
         Some(hierarchy.limit_bytes(&cgroup)? / 2)
     });
     USAGE_BYTES_MAX.min(of_machine).min(of_own_cgroup.unwrap_or(u64::MAX))
@@ -417,7 +417,7 @@ impl Ledger {
 
     fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {
         let version = self.hierarchy.as_ref().map_or(Version::V2, Hierarchy::version);
-        let path = processes::cgroup(&self.root, pid, version).ok()?;
+        let path = cgroup::of_process(&self.root, pid, version).ok()?;
         let path = path.as_deref().unwrap_or("/");
         let inode = self.hierarchy.as_ref().ok().map(|it| cgroup_ids::inode(it, path));
         let inode = inode.transpose().ok()?.flatten();
