@@ -247,8 +247,8 @@ const SOCKET_INTERVAL: Duration = Duration::from_secs(5);
 /// Listens at the path of the socket file once more.
 type Again<'a> = &'a dyn Fn() -> Result<(Listener, SocketFile), ListenError>;
 
-/// Accepts connections until a signal asks to end, something is `broken`, or the socket file is gone
-/// and cannot be made again. Then it removes the socket file, has the threads `end`, and lets
+/// Accepts connections until a signal asks to end, something is `broken`, or the socket file is
+/// gone and cannot be made again. Then it removes the socket file, has the threads `end`, and lets
 /// clients have the answers that are on their way.
 fn listen_until_told(
     runtime: Runtime,
