@@ -562,7 +562,7 @@ mod tests {
             cgroups: ids,
             live_processes: ids as usize,
             used_pairs,
-            objects: 0,
+            objects: 50_000,
             usage_lists_bytes: used_pairs * bytes_of_a_pair,
             report_bytes: 0,
             peak_bytes,
