@@ -198,10 +198,11 @@ impl Room {
     /// how many bytes of it there is room for.
     fn take(&mut self, file: &File, ranges: &[(u64, u64)], resident_bytes: u64) -> Result<(), u64> {
         let end = ranges.last().map_or(0, |(start, length)| start + length);
-        let elsewhere = || Some(self.pages.as_ref()?.count(file, end).ok()?.1 * page_size());
+        // Also between the ranges, where the commons' pages are no less in the way.
+        let own = || Some(self.pages.as_ref()?.count(file, end).ok()? * page_size());
         let has_bytes = match resident_bytes {
             0 => INODE_BYTES,
-            _ => resident_bytes.saturating_sub(elsewhere().unwrap_or(0)),
+            _ => own().unwrap_or(resident_bytes),
         };
         self.left_bytes = self.left_bytes.saturating_sub(has_bytes);
         let missing_bytes = total(ranges).saturating_sub(resident_bytes);

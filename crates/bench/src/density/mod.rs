@@ -112,16 +112,17 @@ pub(super) fn run(args: &Args) -> Outcome {
     let images = Images::new(&domain, &dir, prepared, args.profile_files)?;
 
     let signals = Cancellable::begin()?;
-    let bench = Bench {
+    let mut bench = Bench {
         hierarchy,
         images,
         own: OwnFiles::find()?,
-        containers: args.containers,
+        containers: 1,
         stop: signals.cancel.clone(),
     };
     let wanted = if args.variants.is_empty() { &Variant::ALL[..] } else { &args.variants };
-    // Not measured: what the first processes of a machine bring in belongs to no variant.
+    // Not measured: what the first process of a machine brings in belongs to no variant.
     bench.round(Variant::None, &mut *Variant::None.shape(&dir, &bench.images)?, &dir)?;
+    bench.containers = args.containers;
     let mut rounds = Vec::new();
     for round in 1..=args.rounds {
         for variant in wanted.iter().chain(&[Variant::None]) {

@@ -1,8 +1,5 @@
 use std::collections::BTreeMap;
-use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
 
 use cofolio_node::container::Containers;
 use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord};
@@ -73,24 +70,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     Ok(exit)
 }
 
-/// Where a mount is now.
-pub(super) fn place(status: &MountStatus) -> &Path {
-    status.moved_to.as_ref().unwrap_or(&status.record.target)
-}
-
-/// Where the writable directories of a mount are, if only these can be written to.
-pub(super) fn parts(status: &MountStatus) -> impl Iterator<Item = PathBuf> {
-    let dirs = status.record.upper.iter().flat_map(|upper| &upper.dirs);
-    dirs.map(|dir| place(status).join(dir.strip_prefix("/").unwrap_or(dir)))
-}
-
-/// The writable directories that somebody has unmounted: the read-only root shows there.
-fn missing_parts(status: &MountStatus) -> impl Iterator<Item = PathBuf> {
-    let device = |path: &Path| fs::metadata(path).map(|found| found.dev()).ok();
-    let root = device(place(status)).filter(|_| status.state == MountState::Live);
-    parts(status).filter(move |part| root.is_some() && device(part) == root)
-}
-
 /// A mount in the table; `name` is what its image is called now.
 fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> Vec<Cell> {
     let MountStatus { record, state, .. } = status;
@@ -117,7 +96,7 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
         (false, false) => Cell::left("sizes"),
     };
     let (word, tone) = match state {
-        MountState::Live if missing_parts(status).next().is_some() => ("in part", Tone::Bad),
+        MountState::Live if !status.missing_parts.is_empty() => ("in part", Tone::Bad),
         MountState::Live => ("live", Tone::Good),
         MountState::InFlight => ("in flight", Tone::Warn),
         MountState::Covered => ("covered", Tone::Warn),
@@ -125,7 +104,7 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
         MountState::OtherNamespace => ("other namespace", Tone::Dim),
     };
     vec![
-        Cell::left(printable(place(status).as_os_str().as_bytes())).tone(Tone::Bold),
+        Cell::left(printable(status.place().as_os_str().as_bytes())).tone(Tone::Bold),
         Cell::left(image),
         Cell::left(mode),
         Cell::left(backend),
@@ -169,8 +148,8 @@ fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
         }
     });
     let missing = list.mounts.iter().flat_map(|status| {
-        let whole = printable(place(status).as_os_str().as_bytes());
-        missing_parts(status).map(move |part| {
+        let whole = printable(status.place().as_os_str().as_bytes());
+        status.missing_parts.iter().map(move |part| {
             format!(
                 "{} cannot be written to: somebody unmounted this part of the mount at {whole}; \
                  `cofolio umount {whole}` unmounts the rest",

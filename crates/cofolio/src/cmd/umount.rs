@@ -116,8 +116,8 @@ fn refuse_living(
 fn whole_of(error: &anyhow::Error, mounter: &Mounter<'_>) -> Option<Fail> {
     let Some(MountError::NoRecord(part)) = error.downcast_ref() else { return None };
     let mounts = mounter.list().ok()?.mounts;
-    let whole = mounts.iter().find(|it| super::mounts::parts(it).any(|it| it == *part))?;
-    let at = super::mounts::place(whole).display();
+    let whole = mounts.iter().find(|it| it.parts().any(|it| it == *part))?;
+    let at = whole.place().display();
     let what = format!("{} is a part of the mount at {at}", part.display());
     Some(Fail::usage(what).hint(format!("`cofolio umount {at}` unmounts all of it")))
 }

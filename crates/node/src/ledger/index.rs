@@ -504,8 +504,8 @@ impl Index {
         }
     }
 
-    /// Numbers of objects that went in refreshes since the last call: whoever keeps numbers has to
-    /// drop these.
+    /// Numbers of objects that went in refreshes since the last call. Whoever keeps numbers has to drop
+    /// these without looking them up: other objects may have them by now.
     pub(super) fn take_forgotten(&mut self) -> HashSet<ObjectId> {
         std::mem::take(&mut self.forgotten)
     }

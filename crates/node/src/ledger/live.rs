@@ -433,29 +433,34 @@ impl Ledger {
     /// [`LedgerError::Io`] if the queue cannot be read.
     pub fn take_opens(&mut self, budget: &Budget) -> Result<()> {
         let Some(opens) = self.opens.take() else { return Ok(()) };
-        self.take_mounts(&opens, budget);
+        let has_overflowed = self.take_mounts(&opens, budget);
         let taken = self.take_from(&opens, budget);
         self.opens = Some(opens);
-        if taken? {
+        let is_empty = taken?;
+        if has_overflowed {
+            // Now that the queue has been read: this drops the mounts that went. A directory that cannot
+            // be listed is reported by the next refresh.
+            let _ = self.take_up(budget);
+        } else if is_empty {
             let changes = self.superblocks.drop_gone(&self.run);
             self.forget_mounts(&changes);
         }
         Ok(())
     }
 
-    fn take_mounts(&mut self, opens: &Opens, budget: &Budget) {
+    /// Says whether the kernel has dropped events of mounts.
+    fn take_mounts(&mut self, opens: &Opens, budget: &Budget) -> bool {
+        let mut has_overflowed = false;
         while let Some(news) = self.mount_events.as_ref().and_then(MountEvents::read) {
             let changes = self.superblocks.follow(news.ids, &self.run, &self.index);
             self.forget_mounts(&changes);
-            if news.has_overflowed {
-                // A directory that cannot be listed is reported by the next refresh.
-                let _ = self.take_up(budget);
-            }
+            has_overflowed |= news.has_overflowed;
             self.superblocks.mark_new(&self.root, opens);
             if budget.is_spent() {
                 break;
             }
         }
+        has_overflowed
     }
 
     /// Says whether the queue is empty.

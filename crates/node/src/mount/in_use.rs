@@ -294,8 +294,8 @@ impl Copies {
         Some(Self { mount: mount.clone(), place, device, dirs, groups })
     }
 
-    /// Adds the numbers of those among the mounts of one namespace, and of the mounts on them. Or
-    /// says which copy would lose what is on it.
+    /// Adds all mounts of one namespace that MNT_DETACH would take, by their numbers. Or gives a copy
+    /// that must not lose what is mounted on it. Learns of copies of copies as it goes.
     pub(super) fn add(
         &mut self,
         mounts: &[KernelMount],
@@ -367,79 +367,48 @@ fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
 }
 
 /// A process that uses one of these mounts: as a working directory, as a root, for its program, or
-/// for an open or mapped file. `devices` are the mounts' superblocks. In doubt a process uses them.
-/// Processes that we may not trace, or that are in an outer pid namespace, are left out: where there
-/// are any, no mount could be unmounted otherwise.
+/// for an open or mapped file. `devices` are the mounts' superblocks.
+///
+/// A process that cannot be asked, or not about everything, is no user for that: anybody can make
+/// one, and no mount could be unmounted any more. Who has to be sure asks the kernel as well.
 pub(super) fn process_on(
     root: &Path,
     mounts: &HashSet<u64>,
     devices: &[(u32, u32)],
 ) -> Option<String> {
-    let uses = |process: &Path| -> io::Result<bool> {
-        for path in files_of(process, devices)? {
-            // A FUSE server is not asked: it need not answer.
-            let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
-            let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
-            let found = if_shown(found.map_err(io::Error::from))?;
-            if found.is_some_and(|it| mounts.contains(&it.stx_mnt_id)) {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+    let is_on = |path: PathBuf| {
+        // A FUSE server is not asked: it need not answer.
+        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+        let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
+        found.is_ok_and(|it| mounts.contains(&it.stx_mnt_id))
     };
-    let processes = match numbers(&root.join("proc")) {
-        Ok(processes) => processes,
-        Err(error) => return Some(format!("the processes cannot be listed: {error}")),
-    };
-    processes.iter().find_map(|process| match uses(process) {
-        Ok(false) => None,
-        Ok(true) => Some(named(process)),
-        Err(error) => Some(format!("{} may use it, and cannot be asked: {error}", named(process))),
-    })
+    let uses = |process: &PathBuf| files_of(process, devices).into_iter().any(is_on);
+    numbers(&root.join("proc")).ok()?.iter().find(|it| uses(it)).map(|it| named(it))
 }
 
-/// Links to all files of a process; of the mapped ones, those on these superblocks.
-fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> {
+/// Links to the files of a process; of the mapped ones, those on these superblocks.
+fn files_of(process: &Path, devices: &[(u32, u32)]) -> Vec<PathBuf> {
     // All threads have the same program and mappings and, as a rule, the same files.
-    let mut files = if_shown(numbers(&process.join("fd")))?.unwrap_or_default();
+    let mut files = numbers(&process.join("fd")).unwrap_or_default();
     files.push(process.join("exe"));
-    for task in if_shown(numbers(&process.join("task")))?.unwrap_or_default() {
+    for task in numbers(&process.join("task")).unwrap_or_default() {
         files.extend(["cwd", "root"].map(|name| task.join(name)));
     }
-    let mapped = processes::mappings(process, |mapping| {
+    let _ = processes::mappings(process, |mapping| {
         let link = mapping.link().filter(|_| devices.contains(&mapping.device));
         files.extend(link.map(|link| process.join(link)));
     });
-    match if_shown(mapped)? {
-        Some(false) => Err(io::Error::other("it has too many mappings")),
-        _ => Ok(files),
-    }
+    files
 }
 
 /// A loop device over a file below a directory of this mount namespace.
-pub(super) fn loop_device_on(root: &Path, dir: &Path) -> io::Result<Option<String>> {
-    let Some(devices) = if_shown(fs::read_dir(root.join("sys/block")))? else { return Ok(None) };
-    for device in devices {
-        let device = device?;
+pub(super) fn loop_device_on(root: &Path, dir: &Path) -> Option<String> {
+    fs::read_dir(root.join("sys/block")).ok()?.flatten().find_map(|device| {
         // Only a loop device that is in use has this file.
-        let file = if_shown(fs::read(device.path().join("loop/backing_file")))?;
-        if file.is_some_and(|file| Path::new(OsStr::from_bytes(&file)).starts_with(dir)) {
-            return Ok(Some(format!("loop device {}", device.file_name().display())));
-        }
-    }
-    Ok(None)
-}
-
-/// `None` for what is gone, or is not shown to us.
-fn if_shown<T>(asked: io::Result<T>) -> io::Result<Option<T>> {
-    let is_hidden = |error: &io::Error| {
-        let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-        matches!(errno, Some(Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM))
-    };
-    match asked {
-        Err(error) if is_hidden(&error) => Ok(None),
-        asked => asked.map(Some),
-    }
+        let file = fs::read(device.path().join("loop/backing_file")).ok()?;
+        let is_there = Path::new(OsStr::from_bytes(&file)).starts_with(dir);
+        is_there.then(|| format!("loop device {}", device.file_name().display()))
+    })
 }
 
 /// `process 123 (bash)`, from its directory in `/proc`.

@@ -17,6 +17,7 @@ use super::in_use::{self, Superblock, has_overlay};
 use super::kernel::{self, path_of};
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, Unpinned};
+use super::sparse::below;
 use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_file};
 use super::upper;
 use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
@@ -47,6 +48,33 @@ pub struct MountStatus {
     pub moved_to: Option<PathBuf>,
     /// Whether the kernel agrees.
     pub state: MountState,
+    /// Where writable directories of a live mount were, which somebody has unmounted alone: the
+    /// read-only root shows there.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub missing_parts: Vec<PathBuf>,
+}
+
+impl MountStatus {
+    /// Where it is now.
+    pub fn place(&self) -> &Path {
+        self.moved_to.as_ref().unwrap_or(&self.record.target)
+    }
+
+    /// Where its writable directories are, if only these can be written to.
+    pub fn parts(&self) -> impl Iterator<Item = PathBuf> {
+        let dirs = self.record.upper.iter().flat_map(|upper| &upper.dirs);
+        dirs.map(|dir| self.place().join(below(dir)))
+    }
+
+    fn with_missing_parts(mut self, mounts: &[KernelMount]) -> Self {
+        if let Some(root) = self.record.mount.filter(|_| self.state == MountState::Live) {
+            let is_missing = |part: &PathBuf| {
+                !mounts.iter().any(|it| it.parent == root.id && it.target == *part)
+            };
+            self.missing_parts = self.parts().filter(is_missing).collect();
+        }
+        self
+    }
 }
 
 /// Everything that is mounted.
@@ -260,7 +288,8 @@ impl Mounter<'_> {
             let moved_to = at.filter(|at| *at != record.target);
             let is_whole = record.phase == MountPhase::Mounted;
             let state = if is_whole { state } else { MountState::InFlight };
-            mounts.push(MountStatus { record, moved_to, state });
+            let status = MountStatus { record, moved_to, state, missing_parts: Vec::new() };
+            mounts.push(status.with_missing_parts(kernel.mounts()?));
         }
         let damaged = damaged.iter().map(ToString::to_string).collect();
         let kept = upper::kept(self.domain, &self.run)?;

@@ -160,12 +160,12 @@ pub(super) fn unmount(
     mount: MountNumbers,
     upper: &Upper,
 ) -> Result<(), MountError> {
-    let attempt = || detach(root, at, mount, upper, &ask(root, at, mount, upper)?);
+    let attempt = || detach_if_unchanged(root, at, mount, upper, &ask(root, at, mount, upper)?);
     let begun = Instant::now();
     for pause in [5, 20, 80, 400] {
         // All processes are looked at, which takes long where they have many files: not again and
         // again, since others wait for the image's lock.
-        let tried = match held(at, upper)? {
+        let tried = match used_dir(at, upper)? {
             Some(_) => None,
             None => Some(attempt()),
         };
@@ -180,7 +180,7 @@ pub(super) fn unmount(
 }
 
 /// A writable directory of the mount that somebody uses: the kernel says that at once, but not who.
-fn held<'a>(at: &Path, upper: &'a Upper) -> Result<Option<&'a PathBuf>, MountError> {
+fn used_dir<'a>(at: &Path, upper: &'a Upper) -> Result<Option<&'a PathBuf>, MountError> {
     for dir in &upper.dirs {
         if kernel::is_held(&at.join(below(dir))).map_err(refused)? {
             return Ok(Some(dir));
@@ -207,15 +207,12 @@ pub(super) fn ask(
     let devices: Vec<_> = [device_at(at)?].into_iter().chain(upper.device).collect();
     let user = copies
         .and_then(|copies| copies.add_elsewhere(root, &mut ids))
-        .or_else(|| in_use::process_on(root, &ids, &devices));
-    let user = match user {
-        None => in_use::loop_device_on(root, at).at("read", root.join("sys/block"))?,
-        user => user,
-    };
+        .or_else(|| in_use::process_on(root, &ids, &devices))
+        .or_else(|| in_use::loop_device_on(root, at));
     if let Some(user) = user {
         return Err(busy(at, user));
     }
-    match held(at, upper)? {
+    match used_dir(at, upper)? {
         Some(dir) => {
             Err(busy(at, format!("a socket, or the kernel, holds a file of {}", dir.display())))
         }
@@ -232,7 +229,7 @@ pub(super) fn ask(
 ///
 /// # Errors
 /// [`MountError::Busy`]; the mount is still there then.
-pub(super) fn detach(
+pub(super) fn detach_if_unchanged(
     root: &Path,
     at: &Path,
     mount: MountNumbers,
@@ -240,14 +237,14 @@ pub(super) fn detach(
     asked: &HashSet<u64>,
 ) -> Result<(), MountError> {
     let is_it = |found: MountId| found.is_root && mount.is(found.id, found.unique);
-    let changed = || busy(at, "somebody has mounted something there meanwhile".to_owned());
-    let held = kernel::open_dir(at).at("open", at)?;
-    if !is_it(mount_id(&held, "").at("look at", at)?)
+    let changed = || busy(at, "somebody has changed what is mounted there meanwhile".to_owned());
+    let root_fd = kernel::open_dir(at).at("open", at)?;
+    if !is_it(mount_id(&root_fd, "").at("look at", at)?)
         || !own_mounts(root, at, mount, upper)?.0.is_subset(asked)
     {
         return Err(changed());
     }
-    kernel::detach(&held).map_err(refused)?;
+    kernel::detach(&root_fd).map_err(refused)?;
     // Something may have covered it even now, and have been detached in its place.
     match mount_id(CWD, at) {
         Ok(found) if is_it(found) => Err(changed()),

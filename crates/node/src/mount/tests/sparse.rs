@@ -10,7 +10,7 @@ use rustix::mount::{MountFlags, MountPropagationFlags};
 
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
-use crate::mount::sparse::{ask, detach};
+use crate::mount::sparse::{ask, detach_if_unchanged};
 
 fn sparse(fixture: &Fixture, name: &str) -> MountRequest {
     MountRequest { writable_dirs: vec!["/sub".into()], ..writable(fixture, name) }
@@ -174,7 +174,9 @@ fn mapped_files_sockets_and_loop_devices_are_users() {
                 refused("loop device loop");
                 drop(device);
             }
-            Err(error) => eprintln!("no loop device over {file}: {error}"),
+            Err(error) => {
+                eprintln!("SKIP mapped_files_sockets_and_loop_devices_are_users: {file}: {error}")
+            }
         }
     }
     let socket = std::os::unix::net::UnixListener::bind(target.join("empty/socket")).unwrap();
@@ -339,7 +341,7 @@ fn umount_leaves_what_was_mounted_while_it_asked() {
     let (mount, upper) = (record.mount.unwrap(), record.upper.as_ref().unwrap());
     let find_users = || ask(root, at, mount, upper).unwrap();
     let refused = |asked: &HashSet<u64>, story: &str| {
-        let error = detach(root, at, mount, upper, asked).unwrap_err();
+        let error = detach_if_unchanged(root, at, mount, upper, asked).unwrap_err();
         assert!(matches!(error, MountError::Busy { .. }), "{story}: {error}");
     };
     let ids = || mountinfo::read(root).unwrap().iter().map(|it| it.id).collect::<Vec<_>>();
