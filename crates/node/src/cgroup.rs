@@ -379,13 +379,13 @@ pub(crate) struct ChargedPages {
 }
 
 impl ChargedPages {
-    /// Pages of the first `size` bytes of a file that are charged to the cgroup, without those that
-    /// are still being read.
+    /// Pages of the first `size` bytes of a file that are charged to the cgroup, and that are charged
+    /// elsewhere; neither has those that are still being read.
     ///
     /// # Errors
     /// Those of [`FileMap::resident_frames`], and of reading `/proc/kpagecgroup`.
-    pub(crate) fn count(&self, file: impl AsFd, size: u64) -> io::Result<u64> {
-        let mut own = 0;
+    pub(crate) fn count(&self, file: impl AsFd, size: u64) -> io::Result<(u64, u64)> {
+        let (mut own, mut all) = (0, 0);
         let mut failed = None;
         let mut entries = Vec::new();
         FileMap::new(file, size)?.resident_frames(&self.pagemap, |first, count| {
@@ -394,11 +394,12 @@ impl ChargedPages {
                 Ok(()) => {
                     let inode = self.inode.to_ne_bytes();
                     own += entries.chunks_exact(8).filter(|it| **it == inode).count() as u64;
+                    all += count;
                 }
                 Err(error) => failed = Some(error),
             }
         })?;
-        failed.map_or(Ok(own), Err)
+        failed.map_or(Ok((own, all - own)), Err)
     }
 }
 

@@ -198,11 +198,15 @@ impl Room {
     /// how many bytes of it there is room for.
     fn take(&mut self, file: &File, ranges: &[(u64, u64)], resident_bytes: u64) -> Result<(), u64> {
         let end = ranges.last().map_or(0, |(start, length)| start + length);
-        // Also between the ranges, where the commons' pages are no less in the way.
-        let own = || Some(self.pages.as_ref()?.count(file, end).ok()? * page_size());
+        let charged = || self.pages.as_ref()?.count(file, end).ok();
         let has_bytes = match resident_bytes {
             0 => INODE_BYTES,
-            _ => own().unwrap_or(resident_bytes),
+            _ => charged().map_or(resident_bytes, |(own, elsewhere)| {
+                // What is still being read is not in `own`, and what others are charged for between the
+                // ranges is in `elsewhere`: so the larger one.
+                let rest = resident_bytes.saturating_sub(elsewhere * page_size());
+                rest.max(own * page_size())
+            }),
         };
         self.left_bytes = self.left_bytes.saturating_sub(has_bytes);
         let missing_bytes = total(ranges).saturating_sub(resident_bytes);

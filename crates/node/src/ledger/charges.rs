@@ -78,7 +78,7 @@ impl Charges {
     /// Those of [`ChargedPages::count`].
     pub(super) fn commons_pages(&self, file: impl AsFd, size: u64) -> io::Result<u64> {
         match &self.commons {
-            Some(Commons { pages: Some(pages), .. }) => pages.count(file, size),
+            Some(Commons { pages: Some(pages), .. }) => Ok(pages.count(file, size)?.0),
             _ => Ok(0),
         }
     }
