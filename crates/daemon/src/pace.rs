@@ -15,8 +15,9 @@ pub(crate) struct Pace<const N: usize> {
 
 /// Seconds of processor time that may be overdrawn before it is too much.
 const DEBT_MAX_SECONDS: f64 = 0.25;
-/// Seconds of passing time whose share adds up while nothing is done.
-const SAVED_SECONDS: f64 = 5.0;
+/// Seconds of passing time whose share adds up while nothing is done. More of them show in the share of
+/// a minute.
+const SAVED_SECONDS: f64 = 1.0;
 
 impl<const N: usize> Pace<N> {
     pub(crate) fn new(share: f64) -> Self {
@@ -71,8 +72,8 @@ mod tests {
     fn an_overdraft_is_waited_for_and_savings_are_bounded() {
         let mut pace = Pace::<1>::new(0.01);
         pace.earn(Duration::from_secs(1000));
-        assert!((pace.credits[0] - 0.05).abs() < 1e-9);
-        pace.charge(0, Duration::from_millis(150));
+        assert!((pace.credits[0] - 0.01).abs() < 1e-9);
+        pace.charge(0, Duration::from_millis(110));
         assert!((pace.credits[0] + 0.1).abs() < 1e-9);
         pace.earn(Duration::from_secs(9));
         assert!(pace.allowance(0).is_none());
