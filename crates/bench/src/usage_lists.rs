@@ -202,7 +202,7 @@ impl Matrix {
             "{mounts} mounts x {cgroups} cgroups, {used_pairs} used pairs, {objects_per_pair} objects per \
              pair.\nMB of 2021 are of the whole system with 10,000 of each. Ours are resident memory, of the \
              plain\nlayouts without any entries.\n\n\
-             | list_lru in 2021 | MB | the same layout here | MB | bytes per used pair |\n\
+             | list_lru in 2021 | MB | a layout of that kind here | MB | bytes per used pair |\n\
              |---|--:|---|--:|--:|\n"
         );
         for row in &self.rows {
