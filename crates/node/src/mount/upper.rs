@@ -279,9 +279,9 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
 /// Makes again what [`forget_volatile`] removed, and on the disk: the changes are to stay, and are not
 /// there yet.
 fn mark_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
-    let Some(work) = open_below(base, dir, "work")? else { return Ok(()) };
-    let mut parent = open_below(&work, dir, "work")?.ok_or(Errno::NOENT).at("open", dir)?;
-    for name in ["incompat", "volatile"] {
+    let Some(mut parent) = open_below(base, dir, "work")? else { return Ok(()) };
+    // Also the first one: [`clear_volatile`] may have been killed after it had removed that.
+    for name in ["work", "incompat", "volatile"] {
         let (made, _) = make_below(&parent, dir, name)?;
         rustix::fs::fsync(reopen(parent).at("open", dir)?).at("sync", dir)?;
         parent = made;

@@ -58,6 +58,13 @@ fn changes_kept_by_a_killed_process_are_mounted_again() {
         fs::write(request.target.join("new"), "new").unwrap();
         let mut child = start(&task(&fixture, "one", "keep", Some(step), 0));
         assert!(was_killed(child.wait().unwrap()), "{step:?}");
+        if step == Step::Detached {
+            // And the next one while it removed the work directory: it said for ever after that
+            // `work` is missing.
+            let upper = mounter.list().unwrap().mounts.remove(0).record.upper.unwrap();
+            fs::remove_dir_all(upper.dir.join("work/work")).unwrap();
+            mounter.umount(&request.target, &KEEP).unwrap();
+        }
         assert_eq!(mounter.reconcile().unwrap().failed, [""; 0], "{step:?}");
         let kept = mounter.list().unwrap().kept;
         let [kept] = &kept[..] else { panic!("{step:?}: {kept:?}") };
