@@ -17,8 +17,9 @@ pub struct ParseDigestError(String);
 impl Digest {
     /// Path below the objects directory: `ab/cdef…`, as in a composefs digest store.
     pub fn object_path(&self) -> String {
-        let hex = self.to_string();
-        format!("{}/{}", &hex[..2], &hex[2..])
+        let mut path = self.to_string();
+        path.insert(2, '/');
+        path
     }
 
     /// The digest of the object at `shard/name`; `None` unless both are such lower-case hex.
