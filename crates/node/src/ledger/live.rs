@@ -27,7 +27,7 @@ use crate::mount::RunDir;
 use crate::processes;
 
 /// Processor time between two looks at the queue of opened files.
-const SLICE: Duration = Duration::from_millis(20);
+pub(super) const SLICE: Duration = Duration::from_millis(20);
 
 /// Processor time between two looks whether taking up images is cancelled. Each may list all of
 /// them.
@@ -101,6 +101,8 @@ pub struct Ledger {
     /// `None` while no opens are watched, or if mounts cannot be: then a new one is seen with the
     /// next refresh.
     mount_events: Option<MountEvents>,
+    /// Whether the kernel has dropped events of mounts, and nobody has looked for these mounts yet.
+    has_lost_mounts: bool,
     /// Why mounts cannot be watched.
     pub(super) unwatched_mounts: Option<io::Error>,
     pub(super) first_opens: Option<FirstOpens>,
@@ -141,6 +143,7 @@ impl Ledger {
             pressure: Pressure::default(),
             opens: None,
             mount_events: None,
+            has_lost_mounts: false,
             unwatched_mounts: None,
             first_opens: None,
             started: Instant::now(),
@@ -432,12 +435,8 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Io`] if the queue cannot be read.
     pub fn take_opens(&mut self, budget: &Budget) -> Result<()> {
-        let Some(opens) = self.opens.take() else { return Ok(()) };
-        let has_overflowed = self.take_mounts(&opens, budget);
-        let taken = self.take_from(&opens, budget);
-        self.opens = Some(opens);
-        let is_empty = taken?;
-        if has_overflowed {
+        let is_empty = self.take_events(budget)?;
+        if std::mem::take(&mut self.has_lost_mounts) {
             // Now that the queue has been read: this drops the mounts that went. A directory that cannot
             // be listed is reported by the next refresh.
             let _ = self.take_up(budget);
@@ -446,6 +445,25 @@ impl Ledger {
             self.forget_mounts(&changes);
         }
         Ok(())
+    }
+
+    /// Once the slice of processor time is spent, takes events and begins another slice: for long
+    /// work between its steps. Unlike [`Ledger::take_opens`] it drops nothing, so objects keep their
+    /// numbers. An error comes again there.
+    pub(super) fn take_events_between(&mut self, slice: &mut Budget) {
+        if slice.is_spent() {
+            let _ = self.take_events(&Budget::of(SLICE));
+            *slice = Budget::of(SLICE);
+        }
+    }
+
+    /// Takes up mounts that came, and notes opened files. Says whether none are left.
+    fn take_events(&mut self, budget: &Budget) -> Result<bool> {
+        let Some(opens) = self.opens.take() else { return Ok(true) };
+        self.has_lost_mounts |= self.take_mounts(&opens, budget);
+        let taken = self.take_from(&opens, budget);
+        self.opens = Some(opens);
+        taken
     }
 
     /// Says whether the kernel has dropped events of mounts.

@@ -24,9 +24,10 @@ use rustix::fs::{Advice, fadvise};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
+use super::live::SLICE;
 use super::pagemap::without_copies;
 use super::usage::{CgroupId, ObjectId};
-use super::{Ledger, LedgerError, Result, UsedImage};
+use super::{Budget, Ledger, LedgerError, Result, UsedImage};
 use crate::processes;
 
 /// Whose objects are dropped.
@@ -286,33 +287,46 @@ impl Ledger {
             _ => processes::all(&self.root).unwrap_or_default(),
         };
         let (mut found, mut steps_left) = (Mappings::default(), STEPS_MAX);
-        let Self { superblocks, index, root, cancel, .. } = self;
+        let mut slice = Budget::of(SLICE);
         for pid in pids {
-            if cancel.is_cancelled() {
+            if self.cancel.is_cancelled() {
                 break;
             }
-            let mut fits = true;
-            let read = processes::mappings(&processes::directory(root, pid), |mapping| {
-                let object = superblocks.mapped(root, pid, &mapping, index).map(|(_, it)| it);
-                let Some(object) = object.filter(|it| wanted.contains(it)) else { return };
-                let size = index.object(object).map_or(0, |it| it.size);
-                let Some(addresses) = mapping.addresses(size).filter(|it| !it.is_empty()) else {
-                    return;
-                };
-                let pages = (addresses.end - addresses.start).div_ceil(cache::page_size());
-                let steps = u32::try_from(pages.div_ceil(pagemap::STEP)).unwrap_or(u32::MAX);
-                let left = steps_left.checked_sub(steps).filter(|_| fits);
-                let Some(left) = left.filter(|_| superblocks.spend(steps).is_some()) else {
-                    fits = false;
-                    return;
-                };
-                steps_left = left;
-                found.by_object.entry(object).or_default().push((pid, addresses));
-            });
-            let is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false) && fits;
-            found.unread += u64::from(!is_whole && processes::directory(root, pid).exists());
+            self.take_events_between(&mut slice);
+            self.add_mappings(pid, &wanted, &mut found, &mut steps_left);
         }
         found
+    }
+
+    /// Adds where one process maps these objects.
+    fn add_mappings(
+        &mut self,
+        pid: u32,
+        wanted: &HashSet<ObjectId>,
+        found: &mut Mappings,
+        steps_left: &mut u32,
+    ) {
+        let Self { superblocks, index, root, .. } = self;
+        let mut fits = true;
+        let read = processes::mappings(&processes::directory(root, pid), |mapping| {
+            let object = superblocks.mapped(root, pid, &mapping, index).map(|(_, it)| it);
+            let Some(object) = object.filter(|it| wanted.contains(it)) else { return };
+            let size = index.object(object).map_or(0, |it| it.size);
+            let Some(addresses) = mapping.addresses(size).filter(|it| !it.is_empty()) else {
+                return;
+            };
+            let pages = (addresses.end - addresses.start).div_ceil(cache::page_size());
+            let steps = u32::try_from(pages.div_ceil(pagemap::STEP)).unwrap_or(u32::MAX);
+            let left = steps_left.checked_sub(steps).filter(|_| fits);
+            let Some(left) = left.filter(|_| superblocks.spend(steps).is_some()) else {
+                fits = false;
+                return;
+            };
+            *steps_left = left;
+            found.by_object.entry(object).or_default().push((pid, addresses));
+        });
+        let is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false) && fits;
+        found.unread += u64::from(!is_whole && processes::directory(root, pid).exists());
     }
 
     /// Drops objects in this order until so many bytes are free.
@@ -323,10 +337,12 @@ impl Ledger {
         mappings: &Mappings,
         reclaimed: &mut Reclaimed,
     ) {
+        let mut slice = Budget::of(SLICE);
         for id in objects {
             if reclaimed.freed_bytes >= bytes || self.cancel.is_cancelled() {
                 return;
             }
+            self.take_events_between(&mut slice);
             let mapped = mappings.by_object.get(id).map_or(&[][..], Vec::as_slice);
             let (before, after) = match self.drop_object(*id, mapped) {
                 Ok((before, after)) => {
@@ -404,5 +420,56 @@ impl Ledger {
 
     fn resident_bytes(&self, id: ObjectId) -> u64 {
         self.index.object(id).map_or(0, super::index::Object::resident_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use cofolio_store::{InitOptions, Store};
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+    use crate::mount::RunDir;
+
+    /// The daemon read no events while it reclaimed a trust domain, for as long as that took. Files
+    /// that were opened kept their mounts busy meanwhile, and what did not fit into the queue was lost.
+    #[test]
+    fn events_are_taken_between_the_steps_of_a_reclaim() {
+        let root = tempfile::tempdir().unwrap();
+        let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
+        let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
+        ledger.root = root.path().to_owned();
+        if let Err(reason) = ledger.watch_opens() {
+            let test = "events_are_taken_between_the_steps_of_a_reclaim";
+            return eprintln!("SKIP {test}: {reason}");
+        }
+        let record = root.path().join("run/mounts/any.json");
+        let aside = root.path().join("aside");
+        let event = || {
+            fs::write(&aside, "").unwrap();
+            fs::rename(&aside, &record).unwrap();
+        };
+        let is_taken = |ledger: &Ledger| {
+            let events = ledger.mount_events().unwrap();
+            let mut events = [PollFd::from_borrowed_fd(events, PollFlags::IN)];
+            poll(&mut events, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 0
+        };
+        // Both take several slices of processor time.
+        for pid in 1..=4 {
+            let process = processes::directory(root.path(), pid);
+            fs::create_dir_all(&process).unwrap();
+            fs::write(process.join("maps"), "\n".repeat(4 << 20)).unwrap();
+        }
+        let objects = vec![ObjectId(0); 1 << 20];
+        event();
+        assert!(!is_taken(&ledger));
+        let mappings = ledger.mappings(&Scope::Machine, true, &objects);
+        assert!(is_taken(&ledger));
+        event();
+        assert!(!is_taken(&ledger));
+        ledger.drop_objects(&objects, u64::MAX, &mappings, &mut Reclaimed::default());
+        assert!(is_taken(&ledger));
     }
 }
