@@ -371,44 +371,75 @@ fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
 ///
 /// A process that cannot be asked, or not about everything, is no user for that: anybody can make
 /// one, and no mount could be unmounted any more. Who has to be sure asks the kernel as well.
+///
+/// # Errors
+/// Those of listing all processes, and of a process where this one has no room to ask: no
+/// descriptor, or no memory.
 pub(super) fn process_on(
     root: &Path,
     mounts: &HashSet<u64>,
     devices: &[(u32, u32)],
-) -> Option<String> {
+) -> io::Result<Option<String>> {
     let is_on = |path: PathBuf| {
         // A FUSE server is not asked: it need not answer.
         let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
         let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
         found.is_ok_and(|it| mounts.contains(&it.stx_mnt_id))
     };
-    let uses = |process: &PathBuf| files_of(process, devices).into_iter().any(is_on);
-    numbers(&root.join("proc")).ok()?.iter().find(|it| uses(it)).map(|it| named(it))
+    for process in numbers(&root.join("proc"))? {
+        if files_of(&process, devices)?.into_iter().any(is_on) {
+            return Ok(Some(named(&process)));
+        }
+    }
+    Ok(None)
 }
 
-/// Links to the files of a process; of the mapped ones, those on these superblocks.
-fn files_of(process: &Path, devices: &[(u32, u32)]) -> Vec<PathBuf> {
+/// Links to the files of a process, as far as it can be asked; of the mapped ones, those on these
+/// superblocks.
+fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> {
     // All threads have the same program and mappings and, as a rule, the same files.
-    let mut files = numbers(&process.join("fd")).unwrap_or_default();
+    let mut files = unless_for_want(numbers(&process.join("fd")))?;
     files.push(process.join("exe"));
-    for task in numbers(&process.join("task")).unwrap_or_default() {
+    for task in unless_for_want(numbers(&process.join("task")))? {
         files.extend(["cwd", "root"].map(|name| task.join(name)));
     }
-    let _ = processes::mappings(process, |mapping| {
+    unless_for_want(processes::mappings(process, |mapping| {
         let link = mapping.link().filter(|_| devices.contains(&mapping.device));
         files.extend(link.map(|link| process.join(link)));
-    });
-    files
+    }))?;
+    Ok(files)
 }
 
-/// A loop device over a file below a directory of this mount namespace.
-pub(super) fn loop_device_on(root: &Path, dir: &Path) -> Option<String> {
-    fs::read_dir(root.join("sys/block")).ok()?.flatten().find_map(|device| {
+/// What a process that cannot be asked answers, unless it is this one that has no room to ask.
+fn unless_for_want<T: Default>(asked: io::Result<T>) -> io::Result<T> {
+    let is_want = |error: &io::Error| {
+        let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+        matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
+    };
+    match asked {
+        Err(error) if is_want(&error) => Err(error),
+        asked => Ok(asked.unwrap_or_default()),
+    }
+}
+
+/// A loop device over a file below a directory of this mount namespace. Without `/sys` there is none.
+///
+/// # Errors
+/// Those of listing all devices, and of one where this process has no room to ask.
+pub(super) fn loop_device_on(root: &Path, dir: &Path) -> io::Result<Option<String>> {
+    let devices = match fs::read_dir(root.join("sys/block")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        devices => devices?,
+    };
+    for device in devices {
+        let device = device?;
         // Only a loop device that is in use has this file.
-        let file = fs::read(device.path().join("loop/backing_file")).ok()?;
-        let is_there = Path::new(OsStr::from_bytes(&file)).starts_with(dir);
-        is_there.then(|| format!("loop device {}", device.file_name().display()))
-    })
+        let file = unless_for_want(fs::read(device.path().join("loop/backing_file")))?;
+        if Path::new(OsStr::from_bytes(&file)).starts_with(dir) {
+            return Ok(Some(format!("loop device {}", device.file_name().display())));
+        }
+    }
+    Ok(None)
 }
 
 /// `process 123 (bash)`, from its directory in `/proc`.

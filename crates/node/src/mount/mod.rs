@@ -598,7 +598,7 @@ impl<'a> Mounter<'a> {
             (Some(upper), Some(mount)) if !force || shares => {
                 let unmounted = sparse::unmount(&self.root, path, mount, upper);
                 // Somebody has come before it was detached and after the last question.
-                if shares && unmounted.is_ok() && process().is_some() {
+                if shares && unmounted.is_ok() && !matches!(process(), Ok(None)) {
                     in_use_still()?;
                 }
                 unmounted
@@ -607,7 +607,7 @@ impl<'a> Mounter<'a> {
                 if error.errno != rustix::io::Errno::BUSY {
                     return refused(error);
                 }
-                let reason = process().unwrap_or_else(|| {
+                let reason = process().ok().flatten().unwrap_or_else(|| {
                     "something is mounted below it, or the kernel has a file of it open, for a \
                      loop device or a stopped `cofolio serve`"
                         .to_owned()

@@ -153,7 +153,8 @@ pub(super) fn assemble_at(
 /// an overlay that is in use keeps its changes.
 ///
 /// # Errors
-/// [`MountError::Busy`] says who uses it.
+/// [`MountError::Busy`] says who uses it; [`MountError::Io`] if nobody knows. The mount is still there
+/// then.
 pub(super) fn unmount(
     root: &Path,
     at: &Path,
@@ -196,7 +197,7 @@ fn busy(at: &Path, reason: String) -> MountError {
 /// The numbers of all mounts that MNT_DETACH would take, in any mount namespace, if none is in use.
 ///
 /// # Errors
-/// [`MountError::Busy`].
+/// [`MountError::Busy`]; [`MountError::Io`] if nobody knows who uses it.
 pub(super) fn ask(
     root: &Path,
     at: &Path,
@@ -205,10 +206,15 @@ pub(super) fn ask(
 ) -> Result<HashSet<u64>, MountError> {
     let (mut ids, copies) = own_mounts(root, at, mount, upper)?;
     let devices: Vec<_> = [device_at(at)?].into_iter().chain(upper.device).collect();
-    let user = copies
-        .and_then(|copies| copies.add_elsewhere(root, &mut ids))
-        .or_else(|| in_use::process_on(root, &ids, &devices))
-        .or_else(|| in_use::loop_device_on(root, at));
+    let mut user = copies.and_then(|copies| copies.add_elsewhere(root, &mut ids));
+    if user.is_none() {
+        user = in_use::process_on(root, &ids, &devices)
+            .at("look at processes in", root.join("proc"))?;
+    }
+    if user.is_none() {
+        let devices = root.join("sys/block");
+        user = in_use::loop_device_on(root, at).at("look at loop devices in", devices)?;
+    }
     if let Some(user) = user {
         return Err(busy(at, user));
     }

@@ -533,7 +533,8 @@ fn a_process_that_cannot_be_asked_is_no_user() {
     fs::write(&here, "").unwrap();
     let (flags, mask) = (rustix::fs::AtFlags::empty(), rustix::fs::StatxFlags::MNT_ID);
     let id = rustix::fs::statx(CWD, &here, flags, mask).unwrap().stx_mnt_id;
-    let found = || process_on(root.path(), &HashSet::from([id]), &[]);
+    let found = || process_on(root.path(), &HashSet::from([id]), &[]).unwrap();
+    fs::create_dir(root.path().join("proc")).unwrap();
     assert_eq!(found(), None);
     fs::create_dir_all(of("8")).unwrap();
     // As good as unreadable, for root too.
@@ -544,6 +545,21 @@ fn a_process_that_cannot_be_asked_is_no_user() {
     fs::create_dir_all(of("9/fd")).unwrap();
     std::os::unix::fs::symlink(&here, of("9/fd/3")).unwrap();
     assert_eq!(found().as_deref(), Some("process 9"));
+}
+
+/// A `/proc` or `/sys` that could not be listed, for want of descriptors for one, counted as one
+/// without users: a mount was detached although it was in use.
+#[test]
+fn users_that_cannot_be_listed_are_not_none() {
+    use super::super::in_use::{loop_device_on, process_on};
+    let root = tempfile::tempdir().unwrap();
+    let process = || process_on(root.path(), &HashSet::new(), &[]);
+    let device = || loop_device_on(root.path(), Path::new("/mnt"));
+    process().unwrap_err();
+    assert_eq!(device().unwrap(), None, "there is no /sys");
+    fs::create_dir(root.path().join("sys")).unwrap();
+    fs::write(root.path().join("sys/block"), "").unwrap();
+    device().unwrap_err();
 }
 
 /// A process that forked and then unmounted, after processes had been listed, answered no, and its child, which

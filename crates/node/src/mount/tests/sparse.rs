@@ -205,6 +205,30 @@ fn follower(from: &Path, to: &Path) -> (PathBuf, impl FnOnce() + use<>) {
     (root, end)
 }
 
+/// Without free descriptors nothing could be listed. That counted as no user, and a mount in use was
+/// detached.
+#[test]
+fn a_mount_stays_whose_users_cannot_be_listed() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let record = mounter.mount(&sparse(&fixture, "one")).unwrap();
+    let root = fixture.target("root");
+    let task = root.join("proc/thread-self");
+    fs::create_dir_all(&task).unwrap();
+    fs::copy("/proc/thread-self/mountinfo", task.join("mountinfo")).unwrap();
+    let (mount, upper) = (record.mount.unwrap(), record.upper.as_ref().unwrap());
+    let asked = || ask(&root, &record.target, mount, upper);
+    asked().unwrap();
+    fs::create_dir(root.join("sys")).unwrap();
+    fs::write(root.join("sys/block"), "").unwrap();
+    let error = asked().unwrap_err();
+    assert!(matches!(error, MountError::Io { .. }), "{error}");
+    umount(&mounter, &record.target);
+    fs::remove_dir_all(&root).unwrap();
+    fixture.assert_clean("at the end");
+}
+
 /// Where `/` is shared, as systemd has it, umount took the writable directories from copies of the
 /// mount, too: from a bind mount, and from a container that had it as its root. Their changes were
 /// removed with those of the mount.
