@@ -579,8 +579,9 @@ impl<'a> Mounter<'a> {
                 Ok(())
             }
             Err(error) => {
+                // Whoever asked hears why it is still mounted. A mark that stays keeps the changes.
                 if let Some((dir, upper)) = marked {
-                    upper::unmark_kept(&dir, &upper)?;
+                    let _ = upper::unmark_kept(&dir, &upper);
                 }
                 Err(error)
             }
