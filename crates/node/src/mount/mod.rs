@@ -526,7 +526,7 @@ impl<'a> Mounter<'a> {
             }
             record.upper = Some(Upper { keep: true, ..upper });
         }
-        let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
+        let kept = upper::kept_dir(&record).map(Path::to_owned);
         // What was there is not there any more.
         let forgotten = self.forget(&record, None, &lock)?;
         drop(lock);

@@ -387,14 +387,20 @@ pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountErro
     remove_all(&Path::new(&path_of(&base)).join("work"))
 }
 
-/// Takes an ended mount's directory out of sight, for [`remove`] at leisure, unless it is kept. A
-/// mount that never came about leaves no changes to keep.
+/// The directory with the changes of an ended mount, if it stays: also where an unmount that should
+/// keep it was killed. A mount that never came about leaves no changes to keep.
+pub(crate) fn kept_dir(record: &MountRecord) -> Option<&Path> {
+    let upper = record.upper.as_ref()?;
+    let is_kept = || record.mount.is_some() && (upper.keep || upper.dir.join(KEEP).exists());
+    (upper.given || is_kept()).then_some(&upper.dir)
+}
+
+/// Takes an ended mount's directory out of sight, for [`remove`] at leisure, unless it is kept.
 pub(crate) fn discard(record: &MountRecord) -> Result<Option<PathBuf>, MountError> {
-    let Some(upper) = record.upper.as_ref().filter(|upper| !upper.given) else { return Ok(None) };
-    if record.mount.is_some() && (upper.keep || upper.dir.join(KEEP).exists()) {
-        return Ok(None);
+    match (&record.upper, kept_dir(record)) {
+        (Some(upper), None) => discard_own(&upper.dir),
+        _ => Ok(None),
     }
-    discard_own(&upper.dir)
 }
 
 /// Takes a directory of [`make_own`] out of sight.

@@ -5,6 +5,7 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use super::crash::{start, task, was_killed};
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
+use crate::mount::upper::mark_kept;
 
 const KEEP: UmountOptions = UmountOptions { force: false, keep_upper: true };
 
@@ -293,6 +294,22 @@ fn a_refused_keep_keeps_nothing() {
     drop(used);
     let unmounted = mounter.umount(&request.target, &UmountOptions::default()).unwrap();
     assert_eq!(unmounted.upper, None);
+    fixture.assert_clean("at the end");
+}
+
+/// An `umount --keep` that was killed left its mark and the mount. The next plain `umount` kept the
+/// changes because of the mark, and did not say where.
+#[test]
+fn changes_that_a_killed_unmount_should_keep_are_named() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let record = mounter.mount(&writable(&fixture, "one")).unwrap();
+    let dir = record.upper.clone().unwrap().dir;
+    mark_kept(&open_dir(&dir).unwrap(), &record).unwrap();
+    let unmounted = mounter.umount(&record.target, &UmountOptions::default()).unwrap();
+    assert_eq!(unmounted.upper.as_ref(), Some(&dir));
+    mounter.discard_kept(&dir).unwrap();
     fixture.assert_clean("at the end");
 }
 
