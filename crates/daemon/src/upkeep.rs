@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::panic::resume_unwind;
 use std::sync::{Mutex, PoisonError, RwLock};
-use std::thread::ScopedJoinHandle;
+use std::thread::{Builder, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use cofolio_image::pack::ImageContents;
@@ -206,7 +206,7 @@ pub(crate) fn run(
             }
             publish(work, &schedule, &all, list_failures, done);
             if let (None, Some(name)) = (&running, every.and_then(|every| next(&all, every))) {
-                let its_name = name.clone();
+                let (its_name, delay) = (name.clone(), schedule.delay);
                 let work = move || {
                     let domain = store.domain(&its_name)?;
                     match work {
@@ -214,7 +214,13 @@ pub(crate) fn run(
                         Work::Scrub => read(&domain, &schedule, task, said),
                     }
                 };
-                running = Some((name, scope.spawn(work)));
+                match Builder::new().spawn_scoped(scope, work) {
+                    Ok(thread) => running = Some((name, thread)),
+                    Err(error) => {
+                        failed(&format_args!("starting a thread: {error}"));
+                        all.get_mut(&name).into_iter().for_each(|due| due.ended(Err(()), delay));
+                    }
+                }
             }
             std::thread::sleep(TICK);
         }
