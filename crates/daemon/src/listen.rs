@@ -80,10 +80,12 @@ fn failed(at: impl ToString) -> impl FnOnce(io::Error) -> ListenError {
     move |source| ListenError::Io { at, source }
 }
 
-/// A socket file that we made.
+/// A socket file that we made. It goes when this is dropped, unless another file has replaced it.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
+    /// Number of the group that may connect. It is looked up once: LDAP may let a program wait.
+    gid: Option<u32>,
     /// Device and inode number.
     identity: (u64, u64),
 }
@@ -95,8 +97,14 @@ impl SocketFile {
         identity(&self.path).is_ok_and(|it| it == self.identity)
     }
 
-    /// Removes the file, unless another file has replaced it.
-    pub(crate) fn remove(&self) {
+    /// Listens at the path once more.
+    pub(crate) fn make_again(&self) -> Result<(UnixListener, Self), ListenError> {
+        listen_at(&self.path, self.gid)
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
         if self.is_in_place() {
             // The next daemon would replace it anyway.
             let _ = std::fs::remove_file(&self.path);
@@ -121,15 +129,12 @@ pub(crate) fn unix(
     path: &Path,
     group: Option<&str>,
 ) -> Result<(UnixListener, SocketFile), ListenError> {
-    let gid = group.map(group_id).transpose()?;
+    listen_at(path, group.map(group_id).transpose()?)
+}
+
+fn listen_at(path: &Path, gid: Option<u32>) -> Result<(UnixListener, SocketFile), ListenError> {
     let shown = || path.display();
-    let parent = path.parent().filter(|it| !it.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if !parent.is_dir() {
-        std::fs::create_dir_all(parent).map_err(failed(shown()))?;
-        // Whatever the umask: members of the group have to get to the socket.
-        let passable = std::fs::Permissions::from_mode(0o711);
-        std::fs::set_permissions(parent, passable).map_err(failed(parent.display()))?;
-    }
+    make_parents(path)?;
     let is_socket = |path: &Path| match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => Err(ListenError::NoSocket(path.to_owned())),
         Ok(_) => Ok(true),
@@ -164,13 +169,27 @@ pub(crate) fn unix(
             std::fs::set_permissions(&here, std::fs::Permissions::from_mode(0o660))?;
         }
         std::fs::rename(&aside, path)?;
-        Ok(SocketFile { path: path.to_owned(), identity: (found.st_dev, found.st_ino) })
+        Ok(SocketFile { path: path.to_owned(), gid, identity: (found.st_dev, found.st_ino) })
     };
     let file = publish().map_err(|error| {
         let _ = std::fs::remove_file(&aside);
         failed(path.display())(error)
     })?;
     Ok((listener, file))
+}
+
+/// Makes the directories that a path is in. Whatever the umask, members of the group have to get to
+/// the socket.
+fn make_parents(path: &Path) -> Result<(), ListenError> {
+    let is_missing = |dir: &&Path| !dir.as_os_str().is_empty() && !dir.is_dir();
+    let missing: Vec<_> = path.ancestors().skip(1).take_while(is_missing).collect();
+    for dir in missing.into_iter().rev() {
+        let passable = std::fs::Permissions::from_mode(0o711);
+        std::fs::create_dir(dir)
+            .and_then(|()| std::fs::set_permissions(dir, passable))
+            .map_err(failed(dir.display()))?;
+    }
+    Ok(())
 }
 
 /// Listens at a path. Only root can connect, from the first moment: the kernel takes the mode of
@@ -309,6 +328,37 @@ mod tests {
         let mode = Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
         refused("pipe");
+    }
+
+    /// Directories above the last one had the umask's mode, and with one of 077 the group could not
+    /// reach the socket.
+    #[test]
+    fn all_directories_that_are_made_can_be_passed() {
+        let dir = tempfile::tempdir().unwrap();
+        make_parents(&dir.path().join("one/two/socket")).unwrap();
+        for made in ["one", "one/two"] {
+            let mode = dir.path().join(made).metadata().unwrap().mode() & 0o777;
+            assert_eq!(mode, 0o711, "{made}");
+        }
+        make_parents(Path::new("socket")).unwrap();
+    }
+
+    /// A daemon that failed after it had made its socket left the file.
+    #[test]
+    fn the_socket_file_goes_with_its_daemon() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("SKIP the_socket_file_goes_with_its_daemon: needs root");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let (_listener, file) = unix(&path, Some("0")).unwrap();
+        assert!(file.is_in_place());
+        std::fs::remove_file(&path).unwrap();
+        let (_again, again) = file.make_again().unwrap();
+        drop(file);
+        assert!(again.is_in_place());
+        drop(again);
+        assert!(!path.exists());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -144,7 +144,7 @@ pub fn serve(
                 };
                 let served = (api, Arc::clone(&auth));
                 let told = (&reload as &dyn Fn(), &end as &dyn Fn(), Arc::clone(&broken));
-                let again = || listen_again(&options, said);
+                let again = |file: &SocketFile| listen_again(file, &options.socket, said);
                 listen_until_told(runtime, listeners, (socket, &again), served, told)
             })
     })
@@ -188,11 +188,12 @@ fn open_sockets(
 /// Listens where the socket file is gone or another has replaced it: no client reaches the daemon,
 /// and another daemon could start beside it.
 fn listen_again(
-    options: &Options,
+    file: &SocketFile,
+    at: &Path,
     said: &dyn Fn(&str),
 ) -> Result<(Listener, SocketFile), ListenError> {
-    let at = options.socket.display();
-    let listening = listen::unix(&options.socket, options.group.as_deref());
+    let at = at.display();
+    let listening = file.make_again();
     match &listening {
         Ok(_) => said(&format!("listening at {at} again: somebody removed the socket")),
         Err(_) => said(&format!("somebody removed the socket {at}")),
@@ -245,7 +246,7 @@ const ENDING_TIME: Duration = Duration::from_secs(5);
 const SOCKET_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Listens at the path of the socket file once more.
-type Again<'a> = &'a dyn Fn() -> Result<(Listener, SocketFile), ListenError>;
+type Again<'a> = &'a dyn Fn(&SocketFile) -> Result<(Listener, SocketFile), ListenError>;
 
 /// Accepts connections until a signal asks to end, something is `broken`, or the socket file is
 /// gone and cannot be made again. Then it removes the socket file, has the threads `end`, and lets
@@ -274,11 +275,12 @@ fn listen_until_told(
                     notify(&[NotifyState::Ready]);
                 }
                 Ok(_) => break Ok(()),
-                Err(_) if socket.as_ref().is_none_or(SocketFile::is_in_place) => {}
                 Err(_) => {
+                    let lost = socket.as_ref().filter(|file| !file.is_in_place());
+                    let Some(lost) = lost else { continue };
                     // That of the socket file is always the last one.
                     accepting.last().iter().for_each(|(task, _)| task.abort());
-                    let listening = again().map_err(DaemonError::Listen);
+                    let listening = again(lost).map_err(DaemonError::Listen);
                     let accepted = listening.and_then(|(listener, file)| {
                         socket = Some(file);
                         accept(listener, &api, &auth).map_err(DaemonError::Start)
@@ -291,7 +293,7 @@ fn listen_until_told(
             }
         };
         notify(&[NotifyState::Stopping]);
-        socket.iter().for_each(SocketFile::remove);
+        drop(socket);
         end();
         let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
         ended
