@@ -9,7 +9,7 @@ use crate::cmd::Outcome;
 use crate::cmd::profile::recorded_dirs;
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, short};
-use crate::exit::Exit;
+use crate::exit::{Exit, Fail};
 use crate::trust::TrustArgs;
 
 /// Mount an image at a directory
@@ -90,6 +90,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         true => recorded_dirs(&domain, &image.digest)?,
         false => args.writable.clone(),
     };
+    let keeps = args.keep || args.upper.is_some();
+    if args.writable_recorded && writable_dirs.is_empty() && keeps {
+        let option = if args.keep { "--keep" } else { "--upper" };
+        let what = format!("{option} needs a writable directory: the recorded start wrote to none");
+        return Err(Fail::new(Exit::Failure, what).into());
+    }
     let access = match (&args.upper, args.rw || !writable_dirs.is_empty(), args.keep) {
         (_, false, _) => Access::ReadOnly,
         (Some(dir), true, _) => Access::WritableAt(dir.clone()),

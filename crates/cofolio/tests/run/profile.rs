@@ -263,6 +263,11 @@ fn a_container_can_write_where_its_recorded_start_did() {
     // It was said that only changes that go with the mount can have a limit.
     let ran = machine.run(&["run", "--writable-recorded", "--size", "16M", "box:1"]);
     ran.fails_with(125).refused("--size needs a writable directory");
+    // There was nothing to keep, and the options were ignored.
+    for keep in [&["--keep"][..], &["--upper", &target]] {
+        let kept = machine.run(&[&mount[..], keep].concat());
+        kept.fails_with(1).refused("needs a writable directory");
+    }
     assert_eq!(machine.run(&mount).json().get("upper"), None);
     machine.run(&["umount", &target]).ok();
     machine.run(&["profile", "record", "--rw", "box:1", "--", "mkdir", "/new"]).ok();
