@@ -420,7 +420,7 @@ fn a_reload_names_what_takes_a_restart() {
     daemon.json("/v1/version");
     std::fs::write(&config, "[daemon]\nlisten = '127.0.0.1:0'\ngroup = 'root'\n").unwrap();
     let said = daemon.reload();
-    assert!(said.contains("group, listen takes a restart"), "{said}");
+    assert!(said.contains("restart the daemon to apply: group, listen"), "{said}");
 }
 
 /// Clients that say nothing, or half of something, take places, and others are served all the same.

@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         };
         let changed = take_a_restart(args, config, &new.daemon);
         if !changed.is_empty() {
-            say(&format!("a change of {} takes a restart of the daemon", changed.join(", ")));
+            say(&format!("restart the daemon to apply: {}", changed.join(", ")));
         }
         Ok(settings(args, &new))
     };
