@@ -28,7 +28,8 @@ use crate::auth::ReloadableAuth;
 
 pub(crate) type Reply = Response<Bytes>;
 
-/// Connections at one time, for each socket. More wait in the kernel's queue.
+/// Connections at one time, for each socket; at a unix socket, of root and of all others. More wait in
+/// the kernel's queue, but those of others at a unix socket are closed.
 const CONNECTIONS_MAX: usize = 64;
 /// Clients at one time in a TLS handshake, or waiting for a permit after it, for each TCP address.
 const HANDSHAKES_MAX: usize = 64;
@@ -48,7 +49,7 @@ const SMALL: usize = 16 << 10;
 /// What [`UNREAD_MAX`] is counted in.
 const UNIT: usize = 1 << 10;
 
-/// Limits of one socket: connections, and what their clients have not read.
+/// Limits of one socket, or of some of its clients: connections, and what was not read of them.
 #[derive(Debug, Clone)]
 pub(crate) struct ConnectionLimits {
     connections: Arc<Semaphore>,
@@ -79,8 +80,18 @@ impl ConnectionLimits {
     /// Waits until another connection may be served.
     pub(crate) async fn acquire(&self) -> Option<ConnectionPermit> {
         let connection = Arc::clone(&self.connections).acquire_owned().await.ok()?;
+        Some(self.permit(connection))
+    }
+
+    /// `None` if no other connection may be served now.
+    pub(crate) fn try_acquire(&self) -> Option<ConnectionPermit> {
+        let connection = Arc::clone(&self.connections).try_acquire_owned().ok()?;
+        Some(self.permit(connection))
+    }
+
+    fn permit(&self, connection: OwnedSemaphorePermit) -> ConnectionPermit {
         let (unread, ending) = (Arc::clone(&self.unread), self.ending.clone());
-        Some(ConnectionPermit { _connection: connection, unread, ending })
+        ConnectionPermit { _connection: connection, unread, ending }
     }
 
     /// Waits until another handshake may begin. Clients in one are not known yet, so they take no
@@ -92,16 +103,18 @@ impl ConnectionLimits {
 
 /// Ends these tasks, which accept connections, has all connections end with the answers that are on
 /// their way, and waits for that.
-pub(crate) async fn end(accepting: Vec<(JoinHandle<()>, ConnectionLimits)>) {
+pub(crate) async fn end(accepting: Vec<(JoinHandle<()>, Vec<ConnectionLimits>)>) {
     // All of them before the first is waited for.
     for (task, limits) in &accepting {
         task.abort();
-        limits.ending.send_replace(true);
+        limits.iter().for_each(|limits| _ = limits.ending.send_replace(true));
     }
     let all = u32::try_from(CONNECTIONS_MAX).unwrap_or(u32::MAX);
     for (task, limits) in accepting {
         let _ = task.await;
-        let _ = limits.connections.acquire_many(all).await;
+        for limits in limits {
+            let _ = limits.connections.acquire_many(all).await;
+        }
     }
 }
 
@@ -434,7 +447,7 @@ mod tests {
             let (_idle, serving) = connect_to(Api::without_ledger(), &limits).await;
             let (mut client, question) = reclaim(&limits).await;
             let accepting = tokio::spawn(std::future::pending());
-            let ending = tokio::spawn(end(vec![(accepting, limits)]));
+            let ending = tokio::spawn(end(vec![(accepting, vec![limits])]));
             serving.await.unwrap();
             sleep(Duration::from_secs(1)).await;
             // The ledger's thread has ended.
@@ -454,7 +467,7 @@ mod tests {
             let (busy, idle) = (ConnectionLimits::new(), ConnectionLimits::new());
             let (_client, _question) = reclaim(&busy).await;
             let (_idle, serving) = connect_to(Api::without_ledger(), &idle).await;
-            let accepting = [busy, idle].map(|it| (tokio::spawn(std::future::pending()), it));
+            let accepting = [busy, idle].map(|it| (tokio::spawn(std::future::pending()), vec![it]));
             tokio::spawn(end(accepting.into()));
             let second = Duration::from_secs(1);
             tokio::time::timeout(second, serving).await.unwrap().unwrap();

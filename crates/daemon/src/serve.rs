@@ -317,34 +317,46 @@ fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonErro
     Ok(told)
 }
 
-/// Starts to accept connections. Each socket has limits of its own: clients at one cannot use up those
-/// of another.
+/// Starts to accept connections. Each socket has limits of its own, and at a unix socket root has:
+/// other clients cannot use those up.
 fn accept(
     listener: Listener,
     api: &Arc<Api>,
     auth: &Arc<ReloadableAuth>,
-) -> io::Result<(JoinHandle<()>, ConnectionLimits)> {
+) -> io::Result<(JoinHandle<()>, Vec<ConnectionLimits>)> {
     let (api, limits) = (Arc::clone(api), ConnectionLimits::new());
-    let its_limits = limits.clone();
-    let task = match listener {
+    match listener {
         Listener::Unix(unix) => {
             unix.set_nonblocking(true)?;
-            tokio::spawn(accept_unix(UnixListener::from_std(unix)?, api, limits))
+            let (unix, others) = (UnixListener::from_std(unix)?, ConnectionLimits::new());
+            let task = tokio::spawn(accept_unix(unix, api, limits.clone(), others.clone()));
+            Ok((task, vec![limits, others]))
         }
         Listener::Tcp(tcp) => {
             tcp.set_nonblocking(true)?;
-            let auth = Arc::clone(auth);
-            tokio::spawn(accept_tcp(TcpListener::from_std(tcp)?, api, limits, auth))
+            let (tcp, auth) = (TcpListener::from_std(tcp)?, Arc::clone(auth));
+            let task = tokio::spawn(accept_tcp(tcp, api, limits.clone(), auth));
+            Ok((task, vec![limits]))
         }
-    };
-    Ok((task, its_limits))
+    }
 }
 
-async fn accept_unix(listener: UnixListener, api: Arc<Api>, limits: ConnectionLimits) {
-    while let Some(permit) = limits.acquire().await {
+async fn accept_unix(
+    listener: UnixListener,
+    api: Arc<Api>,
+    of_root: ConnectionLimits,
+    of_others: ConnectionLimits,
+) {
+    loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let api = Arc::clone(&api);
+                let is_root = stream.peer_cred().is_ok_and(|peer| peer.uid() == 0);
+                let permit = match is_root {
+                    true => of_root.acquire().await,
+                    // Not waited for: the next client may be root.
+                    false => of_others.try_acquire(),
+                };
+                let (Some(permit), api) = (permit, Arc::clone(&api)) else { continue };
                 tokio::spawn(async move {
                     http::serve(stream, api, &Peer::Local, &permit).await;
                 });
@@ -380,4 +392,58 @@ async fn pause() {
 /// nothing.
 fn notify(states: &[NotifyState<'_>]) {
     let _ = sd_notify::notify(states);
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
+mod tests {
+    use std::io::{ErrorKind, Read as _, Write as _};
+    use std::os::linux::net::SocketAddrExt as _;
+    use std::os::unix::net::{SocketAddr as UnixAddress, UnixStream};
+
+    use super::*;
+
+    /// A member of the socket's group with 64 silent connections kept root from being served until
+    /// they ended.
+    #[test]
+    fn connections_of_others_leave_room_for_root() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("SKIP connections_of_others_leave_room_for_root: needs root");
+        }
+        let name = format!("cofolio-test-{}-root", std::process::id());
+        let address = UnixAddress::from_abstract_name(name).unwrap();
+        let listener = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
+        let clients = std::thread::spawn(move || {
+            let connect = || UnixStream::connect_addr(&address).unwrap();
+            let of_others = std::thread::scope(|scope| {
+                let connect_all = || {
+                    // Of this thread alone.
+                    rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(65534)).unwrap();
+                    (0..100).map(|_| connect()).collect::<Vec<_>>()
+                };
+                scope.spawn(connect_all).join().unwrap()
+            });
+            let mut of_root = connect();
+            of_root.write_all(b"GET /v1/version HTTP/1.1\r\nConnection: close\r\n\r\n").unwrap();
+            let mut answer = String::new();
+            of_root.read_to_string(&mut answer).unwrap();
+            assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+            let is_open = |mut client: &UnixStream| {
+                client.set_nonblocking(true).unwrap();
+                client.read(&mut [0]).is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+            };
+            of_others.iter().filter(|it| is_open(it)).count()
+        });
+        runtime::new(1).unwrap().block_on(async {
+            let auth = Arc::new(ReloadableAuth::new(Auth::new(&AuthFiles::default()).unwrap()));
+            let api = Arc::new(Api::without_ledger());
+            let (task, _) = accept(Listener::Unix(listener), &api, &auth).unwrap();
+            while !clients.is_finished() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            task.abort();
+        });
+        // All that were accepted: none had to end for root.
+        assert_eq!(clients.join().unwrap(), 64);
+    }
 }
