@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use cache::{SIZE, all_pages, content, forget, resident};
+use common::machine::machine;
 use common::{Sandbox, can_mount, has_inode_share, lacks_inode_share, listing, program, skip};
 
 /// Two images with the same file under other names, owners and modes, and each with one of its own.
@@ -346,6 +347,31 @@ fn containers_run() {
     assert_eq!(ran.ok(), "from the image\nmore\n");
     sandbox.run(&["mounts", "--reconcile"]).ok();
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+}
+
+/// The pages of a container are in a superblock that goes with the last mount of its domain. The
+/// recording looked at them when the container had been unmounted: it failed unless something else
+/// of the domain was mounted.
+#[test]
+fn a_recording_looks_at_pages_before_they_go() {
+    let test = "a_recording_looks_at_pages_before_they_go";
+    if !has_inode_share(test) {
+        return;
+    }
+    let Some((machine, _)) = machine(test) else { return };
+    machine.run(&["backend", "inode-share"]).ok();
+    let record = ["profile", "record", "--rw"];
+    // `cat` would splice, which reads no shared page.
+    machine.run(&[&record[..], &["box:1", "--", "head", "/bin/text"]].concat()).ok();
+    let shown = || machine.run(&["profile", "show", "box:1"]).ok().to_owned();
+    assert!(shown().contains("/bin/text  11 B\n"), "{}", shown());
+    // One that does not end is ended.
+    let script = "trap exit TERM; head /etc/group; echo >/etc/x; sleep 1000 & wait";
+    let record = [&record[..], &["--seconds", "8", "box:1", "--", "sh", "-c", script]];
+    machine.run(&record.concat()).ok();
+    let shown = shown();
+    assert!(shown.contains("/etc/group  15 B\n") && shown.contains("writes to /etc\n"), "{shown}");
+    machine.assert_clean();
 }
 
 /// Linux 7.2 crashes if a superblock goes while a file that it shares is read through another. So all stay until the last

@@ -1,9 +1,11 @@
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
+use std::net::Shutdown;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
+use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -97,8 +99,9 @@ pub(crate) struct Args {
     #[arg(long, requires = "detach")]
     rm: bool,
     /// For `profile record`, with a socket as standard input: with the root mounted, wait for a
-    /// byte before anything in it is opened; end the container with the socket; and write there in
-    /// which directories the container has made changes
+    /// byte before anything in it is opened; end the container with the socket; when it has ended,
+    /// write there in which directories it has made changes, and wait for another byte before the
+    /// root is unmounted
     #[arg(long, hide = true, conflicts_with_all = ["detach", "interactive", "tty"])]
     hold: bool,
     /// With --rw or --writable: keep its changes when it has ended, and print their directory
@@ -266,13 +269,15 @@ fn attach(
     let running = containers.start(request, &streams)?;
     drop(work);
     interrupt::release();
-    if args.hold {
-        end_with_input(context, running.container.name())?;
-    }
+    let held = args.hold.then(|| end_with_input(context, running.container.name())).transpose()?;
     let given_up = Cancel::default();
     let passed_on = pass_on(signals, running.runtime_id(), given_up.clone());
     let (container, status, refusal) = running.wait(&given_up);
-    let written = if args.hold { tell_what_is_written(containers, &container) } else { Ok(()) };
+    let written = match held {
+        // The recorder looks at the pages of the root.
+        Some(held) => tell_what_is_written(containers, &container).map(|()| _ = held.recv()),
+        None => Ok(()),
+    };
     let left = containers.remove(container);
     passed_on?;
     let status = status.context("waiting for the runtime")?;
@@ -294,6 +299,7 @@ fn tell_what_is_written(containers: &Containers<'_>, container: &Container) -> a
     let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     // The recorder may have gone.
     let _ = (&socket).write_all(&serde_json::to_vec(&written)?);
+    let _ = socket.shutdown(Shutdown::Write);
     Ok(())
 }
 
@@ -444,18 +450,22 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
 }
 
 /// Whoever records holds standard input until the end. Once they have gone, killed perhaps, the
-/// container is ended: no other program knows of it.
-fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<()> {
+/// container is ended: no other program knows of it. The channel is closed with the first byte, or
+/// with the input.
+fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<Receiver<()>> {
+    let (recording, held) = mpsc::channel();
     let mut stop = context.cofolio();
     stop.args(["--quiet", "stop", name]).stdout(Stdio::null()).stderr(Stdio::null());
     std::thread::Builder::new().name("input".to_owned()).spawn(move || {
+        let _ = std::io::stdin().read_exact(&mut [0]);
+        drop(recording);
         let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
         // It may be too early to be stopped. This thread ends with the process.
         while stop.status().is_ok() {
             std::thread::sleep(Duration::from_millis(100));
         }
     })?;
-    Ok(())
+    Ok(held)
 }
 
 /// From now on signals go to the runtime, which passes them on to the container. Once that has ended,

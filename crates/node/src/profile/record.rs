@@ -33,8 +33,9 @@ pub enum Subject {
         /// Digest of its metadata image.
         image: Digest,
         /// Starts it, as `cofolio run --hold` does. Standard input is a socket: with the root
-        /// mounted it waits there for a byte, it ends with the socket, and before its changes go it
-        /// writes there what [`written_by`] says, as JSON.
+        /// mounted it waits there for a byte, and it ends with the socket. When the container has
+        /// ended it writes there what [`written_by`] says, as JSON, shuts down its side, and waits
+        /// for another byte before it unmounts the root.
         start: Box<Command>,
     },
     /// A running one, by its name. It goes on.
@@ -84,23 +85,24 @@ fn record_new(
     drop(start);
     // The answer may be larger than what the socket holds.
     let answer = std::thread::spawn(move || io::read_to_string(answer));
-    let mut recorder = None;
-    let noted = (|| {
+    let recorded = (|| {
         wait_for_mount(&mut child, mounter, name, task)?;
         // Its superblock is there, and it has opened no file.
         let run = mounter.run_dir().clone();
-        let recorder = recorder.insert(Recorder::begin(mounter.domain(), run, image, name)?);
+        let mut recorder = Recorder::begin(mounter.domain(), run, image, name)?;
         // It may have ended: then there is something to say about that.
         let _ = (&held).write_all(b"\n");
-        note(recorder, Some(&mut child), time, task)
+        note(&mut recorder, || answer.is_finished(), time, task)?;
+        // With `inode-share` its pages go with its root.
+        recorder.end()
     })();
-    if noted.is_err() {
+    match &recorded {
+        Ok(_) => _ = (&held).write_all(b"\n"),
         // If it waits for its start, it cannot be stopped, and ends now.
-        let _ = held.shutdown(Shutdown::Write);
+        Err(_) => _ = held.shutdown(Shutdown::Write),
     }
-    end(&mut child, containers, name, task, recorder.as_mut())?;
-    noted?;
-    let (mut profile, lost) = recorder.ok_or(ProfileError::Empty)?.end()?;
+    end(&mut child, containers, name, answer.is_finished(), task)?;
+    let (mut profile, lost) = recorded?;
     let answer = answer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let written = answer.and_then(|answer| Ok(serde_json::from_str(&answer)?));
     profile.written = written.map_err(ProfileError::Changes)?;
@@ -118,7 +120,7 @@ fn record_running(
     let found = all.find(|it| it.record.name == name && it.pid.is_some());
     let image = found.ok_or_else(|| RunError::NotRunning(name.to_owned()))?.record.image;
     let mut recorder = Recorder::begin(mounter.domain(), mounter.run_dir().clone(), image, name)?;
-    note(&mut recorder, None, time, task)?;
+    note(&mut recorder, || false, time, task)?;
     let (mut profile, lost) = recorder.end()?;
     profile.written = written_by(containers, name)?;
     Ok((profile, lost))
@@ -167,7 +169,7 @@ fn wait_for_mount(
 /// Takes note of opens until the container has ended, the time is up, or the task is cancelled.
 fn note(
     recorder: &mut Recorder<'_>,
-    mut child: Option<&mut Child>,
+    has_ended: impl Fn() -> bool,
     time: Option<Duration>,
     task: &Task,
 ) -> Result<(), ProfileError> {
@@ -178,27 +180,25 @@ fn note(
             let _ = poll(&mut [PollFd::from_borrowed_fd(opens, PollFlags::IN)], Some(&patience));
         }
         recorder.take()?;
-        let has_ended = match &mut child {
-            Some(child) => child.try_wait().map_err(ProfileError::Process)?.is_some(),
-            None => false,
-        };
         let is_late = time.is_some_and(|time| started.elapsed() >= time);
-        if has_ended || is_late || task.check().is_err() {
+        if has_ended() || is_late || task.check().is_err() {
             return Ok(());
         }
     }
 }
 
-/// Ends a new container if it has not ended by itself. One that failed leaves the profile before in
-/// place. Ctrl-C at a terminal ends the container, too: then it has not failed.
+/// Ends a new container if it has not ended by itself, and waits for the process that runs it. One
+/// that failed leaves the profile before in place. Ctrl-C at a terminal ends the container, too: then
+/// it has not failed.
 fn end(
     child: &mut Child,
     containers: &Containers<'_>,
     name: &str,
+    has_ended: bool,
     task: &Task,
-    mut recorder: Option<&mut Recorder<'_>>,
 ) -> Result<(), ProfileError> {
-    if let Some(status) = child.try_wait().map_err(ProfileError::Process)? {
+    let status = if has_ended { child.wait().map(Some) } else { child.try_wait() };
+    if let Some(status) = status.map_err(ProfileError::Process)? {
         return match status.success() || task.check().is_err() {
             true => Ok(()),
             false => Err(ProfileError::Failed(status)),
@@ -207,10 +207,6 @@ fn end(
     let mut stopped = Ok(());
     for _ in 0..STOPS_MAX {
         stopped = containers.stop(name, STOP_PATIENCE);
-        // An open that nobody takes note of keeps the mount busy.
-        if let Some(recorder) = &mut recorder {
-            recorder.take()?;
-        }
         if child.try_wait().map_err(ProfileError::Process)?.is_some() {
             return Ok(());
         }
