@@ -242,7 +242,7 @@ fn a_container_can_write_where_its_recorded_start_did() {
     let record = ["profile", "record", "--container", "it", "--seconds", "1"];
     let ran = until("it opens nothing", || Some(machine.run(&record)).filter(|ran| ran.code == 1));
     // It said that there was no profile.
-    assert!(ran.stderr.contains("one from before stays"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("an existing one is unchanged"), "{}", ran.stderr);
     assert!(written().is_some());
     machine.run(&["stop", "--time", "0", "it"]);
 

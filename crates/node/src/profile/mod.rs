@@ -81,7 +81,7 @@ pub enum ProfileError {
     #[error("the container failed ({0}), so there is no new profile")]
     Failed(ExitStatus),
     /// The recorded container opened nothing.
-    #[error("no file of the image was opened: no profile is written, and one from before stays")]
+    #[error("no file of the image was opened: no profile written; an existing one is unchanged")]
     Empty,
     /// The process that runs the container could not be started or waited for.
     #[error("starting the container, or waiting for it")]
