@@ -2,7 +2,13 @@
 //!
 //! To ask that takes ten times as long as cachestat ([`ChargedPages`]). So an object is counted when
 //! the number of its resident pages has changed. All are counted again when the commons have grown,
-//! because then something was read ahead, perhaps in place of pages that went.
+//! because then something was read ahead, perhaps in place of pages that went. When the commons have
+//! shrunk, a container may have read again what went. Then only the objects that have pages there are
+//! counted again, since the others cannot lose any: while the kernel takes pages from the commons,
+//! they shrink from look to look.
+//!
+//! A count stays wrong if, between two looks, an object lost as many pages as it got and the charge of
+//! the commons stayed the same. A count of 0 stays wrong also if that charge fell.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -29,8 +35,10 @@ pub(super) struct Charges {
     /// `None` where there are no commons: then no page is charged to them.
     commons: Option<Commons>,
     charged_bytes: u64,
-    /// The number of the round that objects have to be counted in anew.
+    /// Counts how often the commons have grown or shrunk.
     pub(super) epoch: u32,
+    /// The epoch that began when they had last grown, or another cgroup had taken their place.
+    grown: u32,
 }
 
 #[derive(Debug)]
@@ -61,8 +69,12 @@ impl Charges {
             Some(Commons { inode: cgroup.inode().ok()?, pages: cgroup.charged_pages().ok() })
         });
         let inode = self.commons.as_ref().map(|commons| commons.inode);
-        if charged_bytes > self.charged_bytes || inode != before {
-            self.epoch = self.epoch.wrapping_add(1);
+        let has_grown = charged_bytes > self.charged_bytes || inode != before;
+        if has_grown || charged_bytes < self.charged_bytes {
+            self.epoch = self.epoch.saturating_add(1);
+        }
+        if has_grown {
+            self.grown = self.epoch;
         }
         self.charged_bytes = charged_bytes;
     }
@@ -70,6 +82,12 @@ impl Charges {
     /// Whether it can be said what is charged to the commons.
     pub(super) fn are_known(&self) -> bool {
         self.commons.as_ref().is_none_or(|commons| commons.pages.is_some())
+    }
+
+    /// Whether an object with as many resident pages as before has as many of the commons as were
+    /// counted in this epoch.
+    pub(super) fn still_hold(&self, commons_pages: u32, counted: u32) -> bool {
+        counted >= if commons_pages > 0 { self.epoch } else { self.grown }
     }
 
     /// Pages of the first `size` bytes of a file that are charged to the commons.

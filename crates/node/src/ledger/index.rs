@@ -592,8 +592,8 @@ impl Index {
                     (None, 0)
                 }
             };
-            let is_counted =
-                object.counted == charges.epoch && pages == u64::from(object.resident_pages);
+            let is_counted = pages == u64::from(object.resident_pages)
+                && charges.still_hold(object.commons_pages, object.counted);
             self.set_resident(id, pages, now);
             if let (false, Some(file)) = (is_counted, file)
                 && let Ok(pages) = charges.commons_pages(file, size)
