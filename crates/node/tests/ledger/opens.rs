@@ -163,7 +163,9 @@ fn lost_opens_are_counted() {
         .unwrap();
     let said = String::from_utf8_lossy(&worker.stdout);
     said.lines().filter(|line| line.starts_with("SKIP")).for_each(|line| println!("{line}"));
-    assert!(worker.status.success(), "{said}{}", String::from_utf8_lossy(&worker.stderr));
+    // Without a test of that name libtest succeeds, too.
+    let has_run = worker.status.success() && said.contains("1 passed");
+    assert!(has_run, "{said}{}", String::from_utf8_lossy(&worker.stderr));
 }
 
 #[test]
