@@ -97,8 +97,8 @@ struct Soak {
     containers: AtomicU64,
     /// Mounts that were busy when they were to be unmounted.
     busy: AtomicU64,
-    /// Complete answers by status.
-    answers: Mutex<BTreeMap<u16, u64>>,
+    /// Complete answers by request and status.
+    answers: Mutex<BTreeMap<(&'static str, u16), u64>>,
 }
 
 /// A process that checks all files of a mount until a file named `end` appears beside the mount.
@@ -229,7 +229,7 @@ impl Soak {
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             };
-            *self.answers.lock().unwrap().entry(status).or_default() += 1;
+            *self.answers.lock().unwrap().entry((request, status)).or_default() += 1;
             // 503: the ledger is busy, or has ended while the daemon stops.
             assert!(status == 200 || status == 503, "{request}: {status} {body}");
             if request.contains("/v1/") {
@@ -267,8 +267,8 @@ impl Soak {
 }
 
 /// Only the daemon may keep a mount busy: an opened file waits in fanotify's queue, where no process
-/// shows it, or the daemon has just taken it out (ARCHITECTURE.md, "The ledger looks and is never in
-/// the way"). Nobody else may have a file or a directory of it.
+/// shows it, or the daemon has just taken it out (ARCHITECTURE.md, "Opened files do not wait for the
+/// ledger's share of a processor"). Nobody else may have a file or a directory of it.
 fn assert_passing(said: &str, target: &Path) {
     assert!(said.contains("is in use"), "{said}");
     println!("{said}");
@@ -450,6 +450,12 @@ fn killed_daemons_disturb_no_container() {
         }
         killed.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
+    // Daemons that refuse everything would disturb nobody.
+    let answers = soak.answers.lock().unwrap();
+    for request in REQUESTS {
+        let answered = answers.get(&(request, 200)).copied().unwrap_or(0);
+        assert!(answered >= kills, "{request}: {answers:?}");
+    }
     nothing_left(&soak.sandbox);
 }
 
@@ -470,8 +476,8 @@ fn kill_daemons(soak: &Soak, kills: u64, rng: &mut Rng, is_well: &dyn Fn() -> bo
             std::thread::sleep(Duration::from_micros(rng.below(100_000)));
         } else {
             common::machine::until("the new daemon has the socket", || {
-                let (pid, ..) = ask(&socket, "GET /v1/version").ok()?;
-                assert_eq!(pid, daemon.id());
+                let (pid, status, body) = ask(&socket, "GET /v1/version").ok()?;
+                assert_eq!((pid, status), (daemon.id(), 200), "{body}");
                 Some(())
             });
             std::thread::sleep(Duration::from_millis(rng.below(1200)));
@@ -502,9 +508,10 @@ fn kill_daemons(soak: &Soak, kills: u64, rng: &mut Rng, is_well: &dyn Fn() -> bo
     residents.into_iter().for_each(|resident| resident.end(soak));
     // The last one ends when it is asked to.
     let mut last = start(sandbox, false, &log);
-    common::machine::until("the last daemon has the socket", || {
+    let (_, status, body) = common::machine::until("the last daemon has the socket", || {
         ask(&socket, "GET /v1/version").ok()
     });
+    assert_eq!(status, 200, "{body}");
     rustix::process::kill_process(
         rustix::process::Pid::from_child(&last),
         rustix::process::Signal::TERM,
