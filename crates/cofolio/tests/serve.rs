@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
+#[path = "../../node/tests/common/cache.rs"]
+mod cache;
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -830,18 +832,28 @@ fn warm_reads_an_image_ahead() {
     let commons = hierarchies.map(|top| top.join("cofolio-commons"));
     let was_there = commons.iter().any(|commons| commons.exists());
     let sandbox = Sandbox::new();
-    sandbox.import_tree("tree");
+    let image = sandbox.import_tree("tree");
     sandbox.run(&["warm", "nothing"]).fails_with(3);
+    // The import has left the files in the cache.
+    let objects = ["/etc/hostname", "/etc/passwd", "/big"].map(|it| sandbox.object(&image, it));
+    rustix::fs::sync();
+    objects.iter().for_each(|it| cache::forget(it));
+    let resident = || objects.iter().map(|it| cache::resident(it)).sum::<u64>();
+    assert_eq!(resident(), 0);
     let ran = sandbox.run(&["warm", "--json", "tree"]);
     if ran.stderr.contains("no memory cgroup") {
         return skip(test, ran.stderr.trim());
     }
     ran.ok();
     let warmed = &ran.json()[0];
-    assert_eq!(warmed["objects"], 3);
+    assert_eq!((&warmed["objects"], &warmed["objects_read"]), (&3.into(), &3.into()), "{warmed}");
+    assert_eq!(warmed["resident_before_bytes"], 0, "{warmed}");
     let bytes = warmed["bytes"].as_u64().unwrap();
     assert!(bytes > 100_045 && bytes.is_multiple_of(4096), "{warmed}");
     assert_eq!(warmed["resident_bytes"], warmed["bytes"]);
+    common::machine::until("all pages are read", || {
+        (resident() * cofolio_sys::cache::page_size() == bytes).then_some(())
+    });
     // Unless this machine has commons of its own.
     if !was_there {
         commons.iter().for_each(|commons| _ = std::fs::remove_dir(commons));
