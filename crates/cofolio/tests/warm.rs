@@ -5,8 +5,9 @@
 mod common;
 
 use std::fs;
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cofolio_node::cgroup::{Cgroup, Hierarchy};
@@ -17,6 +18,8 @@ use common::Sandbox;
 struct Limited {
     commons: Cgroup,
     before: Option<u64>,
+    /// Sets that limit when its input ends, also if this process is killed.
+    restorer: Child,
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -28,14 +31,24 @@ impl Limited {
         let found = Hierarchy::find(Path::new("/")).and_then(|it| it.standing(commons::NAME));
         let commons = found.inspect_err(|reason| common::skip(test, &reason.to_string())).ok()?;
         let before = commons.limit_bytes().unwrap();
-        Some(Self { commons, before, _alone })
+        let limits = [("memory.max", "max"), ("memory.limit_in_bytes", "-1")];
+        let mut files =
+            limits.map(|(name, none)| (commons.procs().with_file_name(name), none)).into_iter();
+        let (file, none) = files.find(|(file, _)| file.exists()).unwrap();
+        let mut restorer = Command::new("sh");
+        restorer.args(["-c", "read -r x; echo \"$1\" >\"$0\""]).arg(file);
+        restorer.arg(before.map_or(none.to_owned(), |bytes| bytes.to_string()));
+        // A signal to the group of this process does not end it.
+        let restorer =
+            restorer.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).spawn();
+        Some(Self { commons, before, restorer: restorer.unwrap(), _alone })
     }
 }
 
 impl Drop for Limited {
     fn drop(&mut self) {
-        // The largest number of either version.
-        let _ = self.commons.limit(self.before.unwrap_or(i64::MAX as u64));
+        drop(self.restorer.stdin.take());
+        let _ = self.restorer.wait();
     }
 }
 
