@@ -125,7 +125,7 @@ pub fn serve(
             cancel.cancel();
             questions.wake();
         };
-        // However this ends, also by a panic, the threads have to.
+        // On every exit, also a panic, stop the threads.
         let _ending = OnDrop(end);
         let ledger = || {
             let _watched = watched();

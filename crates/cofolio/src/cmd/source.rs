@@ -61,7 +61,9 @@ impl Source {
             }
             (Err(error), _) if is_there(error) => {
                 let why = with_causes(error);
-                context.ui.note(format!("the daemon does not answer, so it is not asked: {why}"));
+                context.ui.note(format!(
+                    "the daemon does not answer; using a ledger of this process: {why}"
+                ));
             }
             (Err(_), _) => {}
         }

@@ -169,7 +169,7 @@ pub(crate) fn detach(mount: &OwnedFd) -> Result<(), KernelError> {
 }
 
 /// Whether anything uses the mount at `path`, on which nothing is mounted: a process, a bound socket, a
-/// loop device. Only such a mount can be asked, since those on a mount use it.
+/// loop device. Works only on a mount without child mounts: these count as users.
 pub(crate) fn is_held(path: &Path) -> Result<bool, KernelError> {
     let failed = |errno| KernelError::new(format!("umount {}", path.display()), errno);
     // MNT_EXPIRE unmounts what has not been used since it was given the last time. So we use it.

@@ -245,7 +245,7 @@ impl UsageLists {
         Count { lists: lists.load(Relaxed), entries: entries.load(Relaxed) }
     }
 
-    /// Whether one more object on the list of a pair gets the place of a removed one.
+    /// Whether an insert into the list of this pair needs no allocation.
     pub fn has_free_place(&self, mount: MountId, cgroup: CgroupId) -> bool {
         lock(self.shard_of(mount)).has_free_place([mount.0, cgroup.0])
     }
