@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::exit::Exit;
-use cofolio_node::ledger::usage::{CgroupId, MountId, ObjectId, UsageLists};
+use cofolio_node::ledger::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
 use serde::Serialize;
 
 use crate::Outcome;
@@ -321,7 +321,7 @@ fn fill(pairs: &[(u32, u32)], objects: u32) -> UsageLists {
     // Object by object, so that the entries of a list are not neighbours in memory.
     for object in 0..objects {
         for &(mount, cgroup) in pairs {
-            lists.touch(MountId(mount), CgroupId(cgroup), ObjectId(object), 0);
+            lists.touch(SuperblockId(mount), CgroupId(cgroup), ObjectId(object), 0);
         }
     }
     lists
@@ -395,7 +395,7 @@ fn touches_per_second(lists: &UsageLists, pairs: &[(u32, u32)], threads: u32, to
                 for now in 0..touches {
                     let (mount, cgroup) = pairs[random.below(below) as usize];
                     let object = ObjectId(random.below(OBJECTS_PER_PAIR));
-                    lists.touch(MountId(mount), CgroupId(cgroup), object, now);
+                    lists.touch(SuperblockId(mount), CgroupId(cgroup), object, now);
                 }
                 start.wait();
             });

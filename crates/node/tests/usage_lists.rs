@@ -1,13 +1,13 @@
 //! What usage lists take with the chunks and the shards that are shipped. The unit tests have
 //! smaller chunks.
 
-use cofolio_node::ledger::usage::{CgroupId, MountId, ObjectId, UsageLists};
+use cofolio_node::ledger::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
 
 /// As many as those of the ledger.
 const SHARDS: usize = 16;
 
 fn touch(lists: &UsageLists, pair: u32, object: u32) {
-    lists.touch(MountId(pair % 997), CgroupId(pair), ObjectId(object), 0);
+    lists.touch(SuperblockId(pair % 997), CgroupId(pair), ObjectId(object), 0);
 }
 
 /// A cap of memory is worth what is known of the memory of an entry.

@@ -200,7 +200,7 @@ impl CgroupIds {
 mod tests {
     use std::path::Path;
 
-    use super::super::usage::{MountId, ObjectId};
+    use super::super::usage::{ObjectId, SuperblockId};
     use super::*;
     use crate::cgroup::Version;
 
@@ -223,7 +223,7 @@ mod tests {
         let (a, c, x) =
             (number(&mut ids, "/a"), number(&mut ids, "/a/b/c"), number(&mut ids, "/x"));
         for (id, object) in [(a, 1), (c, 1), (c, 2), (x, 3)] {
-            usage.touch(MountId(1), id, ObjectId(object), 1);
+            usage.touch(SuperblockId(1), id, ObjectId(object), 1);
         }
         ids.find_ended(&hierarchy);
         assert_eq!(ids.ended(), []);
@@ -260,7 +260,7 @@ mod tests {
         let hierarchy = Hierarchy::at(Version::V2, root.path());
         let (mut ids, usage) = (CgroupIds::default(), UsageLists::new(2));
         let before = ids.number("/a/b", Some(1)).unwrap();
-        usage.touch(MountId(1), before, ObjectId(1), 1);
+        usage.touch(SuperblockId(1), before, ObjectId(1), 1);
         let after = ids.number("/a/b", inode(&hierarchy, "/a/b").unwrap()).unwrap();
         assert_ne!(before, after);
         assert!(!ids.is_user(before) && ids.is_user(after));
@@ -282,7 +282,7 @@ mod tests {
         let (mut ids, usage) = (CgroupIds::default(), UsageLists::new(2));
         let number = |it| ids.number(it, inode(&hierarchy, it).unwrap()).unwrap();
         let [a, b] = ["/a", "/a/b"].map(number);
-        usage.touch(MountId(1), b, ObjectId(1), 1);
+        usage.touch(SuperblockId(1), b, ObjectId(1), 1);
         let away = |from: &str, to: &str| fs::rename(directory(from), directory(to)).unwrap();
         let make_blind = || {
             away("a", "away");

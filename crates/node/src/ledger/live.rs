@@ -20,7 +20,7 @@ use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
 use super::superblocks::{Changes, Found, MountEvents, Superblocks};
-use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
+use super::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown};
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
@@ -373,7 +373,7 @@ impl Ledger {
     }
 
     /// Notes what a process maps. Says whether all of it could be noted.
-    fn note_mapped(&mut self, pid: u32, used: Vec<(MountId, ObjectId)>) -> bool {
+    fn note_mapped(&mut self, pid: u32, used: Vec<(SuperblockId, ObjectId)>) -> bool {
         let Some(cgroup) = self.cgroup_of(pid) else { return false };
         let mut fits = true;
         for (mount, object) in used {
@@ -383,7 +383,7 @@ impl Ledger {
     }
 
     /// Notes a use, unless it is a new one and there is no room for it. Says whether it is noted.
-    fn note_use(&mut self, mount: MountId, cgroup: CgroupId, object: ObjectId) -> bool {
+    fn note_use(&mut self, mount: SuperblockId, cgroup: CgroupId, object: ObjectId) -> bool {
         let now = self.now();
         if self.usage.touch_listed(mount, cgroup, object, now).is_some() {
             return true;
@@ -614,7 +614,7 @@ mod tests {
         let cgroup = ledger.cgroups.number("/", None).unwrap();
         for mount in 0..16 {
             let fill = |ledger: &mut Ledger| {
-                let notes = |it: &u32| ledger.note_use(MountId(mount), cgroup, ObjectId(*it));
+                let notes = |it: &u32| ledger.note_use(SuperblockId(mount), cgroup, ObjectId(*it));
                 (0..1 << 20).take_while(notes).count()
             };
             fill(&mut ledger);
@@ -625,7 +625,7 @@ mod tests {
         }
         // What is free there is room, though it is held.
         assert!(ledger.usage.memory_bytes() >= 1 << 20);
-        assert!(ledger.note_use(MountId(0), cgroup, ObjectId(u32::MAX)));
+        assert!(ledger.note_use(SuperblockId(0), cgroup, ObjectId(u32::MAX)));
         ledger.usage.retain(|_| false);
         assert_eq!(ledger.usage.memory_bytes(), 0);
     }

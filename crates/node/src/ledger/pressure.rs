@@ -23,7 +23,7 @@ use std::path::Path;
 
 use super::reclaim::Scope;
 use super::shares::from_the_top;
-use super::usage::{MountId, ObjectId, Usage};
+use super::usage::{ObjectId, SuperblockId, Usage};
 use super::{Budget, Ledger};
 use crate::cgroup::{Version, field, is_at_or_below};
 
@@ -219,7 +219,7 @@ impl Ledger {
 
     /// Notes the objects of users that have gone: of cgroups that were removed, and of these mounts. To be
     /// called before their usage lists go.
-    pub(super) fn note_left_behind(&mut self, mounts: &[MountId]) {
+    pub(super) fn note_left_behind(&mut self, mounts: &[SuperblockId]) {
         if !self.pressure.policy.left_behind {
             return;
         }

@@ -8,7 +8,7 @@ use cofolio_store::Digest;
 use super::account::{self, Resident, Sums, Use, whole};
 use super::charges::CommonsAccount;
 use super::live::Ledger;
-use super::usage::{CgroupId, MountId, ObjectId};
+use super::usage::{CgroupId, ObjectId, SuperblockId};
 use super::{
     ContainerAccount, DomainAccount, ImageAccount, LedgerError, Machine, Report, Result, Unknown,
     UsedImage,
@@ -82,7 +82,7 @@ impl Ledger {
     }
 
     /// Uses as [`Ledger::for_each_use`] has them.
-    fn uses(&self, image: impl Fn(MountId) -> Option<u32>) -> Vec<Use> {
+    fn uses(&self, image: impl Fn(SuperblockId) -> Option<u32>) -> Vec<Use> {
         // One that grows would take up to twice as much.
         let mut uses = Vec::with_capacity(self.usage.count().entries);
         self.for_each_use(|usage| {

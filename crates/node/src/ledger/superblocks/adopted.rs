@@ -27,7 +27,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::super::index::{Index, IndexedDomain};
-use super::super::usage::{MountId, ObjectId};
+use super::super::usage::{ObjectId, SuperblockId};
 use super::look::{Look, STEPS_OF_A_TABLE, proven};
 use super::namespaces::{Namespaces, Shown, backend_of};
 use super::tables::Inodes;
@@ -89,7 +89,7 @@ impl Superblocks {
         &mut self,
         mapping: &Mapping<'_>,
         index: &Index,
-    ) -> Option<(MountId, ObjectId)> {
+    ) -> Option<(SuperblockId, ObjectId)> {
         let device = mapping.device;
         let mount = self.look.shown(&mut self.namespaces)?.superblock(device)?;
         self.look.spend(1)?;
@@ -134,7 +134,7 @@ impl Superblocks {
         slot: usize,
         mapping: &Mapping<'_>,
         index: &Index,
-    ) -> Option<(MountId, ObjectId)> {
+    ) -> Option<(SuperblockId, ObjectId)> {
         let superblock = self.slots.get_mut(slot)?.as_mut()?;
         let (device, image, backend) = (superblock.device, superblock.image, superblock.backend);
         let has_it = |shown: &mut Shown| shown.has(device, image, backend);

@@ -53,7 +53,7 @@ use self::refresh::RunEntry;
 use self::tables::{Inodes, Tables};
 use self::upper::Upper;
 use super::index::Index;
-use super::usage::{MountId, ObjectId};
+use super::usage::{ObjectId, SuperblockId};
 use crate::processes::{self, Device};
 use crate::settings::Backend;
 
@@ -160,7 +160,7 @@ pub(super) struct Superblocks {
     /// The look at a process that goes on.
     look: Look,
     /// Taken up or adopted, and not marked yet.
-    to_mark: Vec<MountId>,
+    to_mark: Vec<SuperblockId>,
     /// Records of mounts that went, while their superblocks are still known.
     gone: Vec<String>,
     /// All that are adopted now.
@@ -177,13 +177,13 @@ pub(super) struct Superblocks {
 }
 
 impl Superblocks {
-    pub(super) fn get(&self, id: MountId) -> Option<&Superblock> {
+    pub(super) fn get(&self, id: SuperblockId) -> Option<&Superblock> {
         self.slots.get(id.0 as usize)?.as_ref()
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (MountId, &Superblock)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (SuperblockId, &Superblock)> {
         let all = (0..).zip(&self.slots);
-        all.filter_map(|(id, slot)| Some((MountId(id), slot.as_ref()?)))
+        all.filter_map(|(id, slot)| Some((SuperblockId(id), slot.as_ref()?)))
     }
 
     /// Drops objects that do not exist any more.
@@ -210,7 +210,7 @@ impl Superblocks {
         pid: u32,
         mapping: &processes::Mapping<'_>,
         index: &Index,
-    ) -> Option<(MountId, ObjectId)> {
+    ) -> Option<(SuperblockId, ObjectId)> {
         self.begin_look(root, pid);
         let slot = match self.by_device.get(&mapping.device) {
             Some(slot) => *slot,
@@ -255,7 +255,7 @@ impl Superblocks {
         found: Found,
         path: impl FnOnce() -> Option<PathBuf>,
         index: &Index,
-    ) -> Option<(MountId, ObjectId)> {
+    ) -> Option<(SuperblockId, ObjectId)> {
         let slot = *self.by_file_device.get(&found.device)?;
         let superblock = self.slots.get(slot)?.as_ref()?;
         if let ([layer], false) = (&superblock.layers[..], superblock.is_writable) {
@@ -284,6 +284,6 @@ impl Superblocks {
     }
 }
 
-fn id_of(slot: usize) -> Option<MountId> {
-    u32::try_from(slot).ok().map(MountId)
+fn id_of(slot: usize) -> Option<SuperblockId> {
+    u32::try_from(slot).ok().map(SuperblockId)
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::super::index::Index;
-use super::super::usage::MountId;
+use super::super::usage::SuperblockId;
 use super::layers::open_directory;
 use super::tables::{Inodes, metadata_images};
 use super::{Place, Superblock, Superblocks, Upper, id_of};
@@ -35,7 +35,7 @@ impl RunEntry {
 /// What a refresh found.
 #[derive(Debug, Default)]
 pub(in super::super) struct Changes {
-    pub(in super::super) removed: Vec<MountId>,
+    pub(in super::super) removed: Vec<SuperblockId>,
 }
 
 impl Superblocks {
@@ -281,7 +281,7 @@ impl Superblocks {
         slot
     }
 
-    pub(super) fn remove(&mut self, slot: usize) -> Option<MountId> {
+    pub(super) fn remove(&mut self, slot: usize) -> Option<SuperblockId> {
         let superblock = self.slots.get_mut(slot)?.take()?;
         let devices = superblock.layer_devices.iter().map(|(device, _)| *device);
         for device in devices.chain([superblock.device]) {

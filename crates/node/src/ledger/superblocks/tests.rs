@@ -14,7 +14,7 @@ use cofolio_sys::{cache, pagemap};
 
 use super::super::index::Index;
 use super::super::reclaim::Scope;
-use super::super::usage::{Count, MountId, ObjectId};
+use super::super::usage::{Count, ObjectId, SuperblockId};
 use super::super::{Budget, Ledger};
 use super::adopted::Sighting;
 use super::look::{Look, STEPS_MAX, mapped_frames};
@@ -155,7 +155,7 @@ fn another_filesystem_with_the_number_of_an_adopted_one_is_none_of_ours() {
     let seen = |superblocks: &mut Superblocks| {
         superblocks.mapped(made_up.root(), 1, &mapping(b"1000-2000"), &index)
     };
-    assert_eq!(seen(&mut superblocks), Some((MountId(0), ObjectId(0))));
+    assert_eq!(seen(&mut superblocks), Some((SuperblockId(0), ObjectId(0))));
     assert!(superblocks.end_look(made_up.root(), 1));
     for other in ["tmpfs", "overlay", "fuse.erofs"] {
         made_up.shows("a", &line(20, 64, other, "rw,inode_share"));
@@ -184,7 +184,7 @@ fn adopted_superblocks_go_when_no_namespace_shows_them() {
             superblocks.round_is_complete();
         }
         superblocks.drop_adopted(&mut changes);
-        superblocks.get(MountId(0)).is_some()
+        superblocks.get(SuperblockId(0)).is_some()
     };
     assert!(is_there_after_rounds(10), "process 2 shows it");
     made_up.shows("b", "");
@@ -202,7 +202,7 @@ fn what_is_left_out_is_not_taken_for_unmounted() {
         superblocks.drop_adopted(&mut Changes::default());
         superblocks.end_look(made_up.root(), 1);
         superblocks.round_is_complete();
-        assert!(superblocks.get(MountId(0)).is_some(), "{round}");
+        assert!(superblocks.get(SuperblockId(0)).is_some(), "{round}");
     }
 }
 

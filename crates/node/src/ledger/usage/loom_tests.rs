@@ -10,8 +10,8 @@ const B: CgroupId = CgroupId(2);
 const C: CgroupId = CgroupId(3);
 
 /// Two mounts in different shards of two.
-const M: MountId = MountId(0);
-const N: MountId = MountId(1);
+const M: SuperblockId = SuperblockId(0);
+const N: SuperblockId = SuperblockId(1);
 
 const X: ObjectId = ObjectId(7);
 const Y: ObjectId = ObjectId(8);
@@ -19,7 +19,7 @@ const Z: ObjectId = ObjectId(9);
 
 /// Runs two operations at once on lists with some uses, and checks the outcome.
 fn race(
-    uses: &'static [(MountId, CgroupId, ObjectId, u32)],
+    uses: &'static [(SuperblockId, CgroupId, ObjectId, u32)],
     one: fn(&UsageLists),
     other: fn(&UsageLists),
     outcome: fn(&UsageLists),

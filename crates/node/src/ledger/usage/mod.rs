@@ -38,9 +38,10 @@ mod sync {
     pub(super) use std::sync::{Mutex, MutexGuard};
 }
 
-/// A mount, by a number of the caller's. Consecutive numbers are spread evenly over the shards.
+/// A superblock, which is the mount of the lists, by a number of the caller's. Consecutive numbers
+/// are spread evenly over the shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct MountId(pub u32);
+pub struct SuperblockId(pub u32);
 
 /// A cgroup, by a number of the caller's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -54,7 +55,7 @@ pub struct ObjectId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Usage {
     /// The mount.
-    pub mount: MountId,
+    pub mount: SuperblockId,
     /// The cgroup that used it, or that got its lists.
     pub cgroup: CgroupId,
     /// The object.
@@ -163,7 +164,7 @@ impl UsageLists {
     /// When the shard has 2^32 - 1 entries.
     pub fn touch(
         &self,
-        mount: MountId,
+        mount: SuperblockId,
         cgroup: CgroupId,
         object: ObjectId,
         now: u32,
@@ -174,7 +175,7 @@ impl UsageLists {
     /// As [`Self::touch`], but does nothing if the object is not on the pair's list.
     pub fn touch_listed(
         &self,
-        mount: MountId,
+        mount: SuperblockId,
         cgroup: CgroupId,
         object: ObjectId,
         now: u32,
@@ -183,7 +184,7 @@ impl UsageLists {
     }
 
     /// Drops all lists of a mount.
-    pub fn remove_mount(&self, mount: MountId) {
+    pub fn remove_mount(&self, mount: SuperblockId) {
         self.change(self.shard_of(mount)).remove_mount(mount.0);
     }
 
@@ -223,7 +224,7 @@ impl UsageLists {
     /// As [`Self::for_each`], for one mount.
     pub fn for_each_of_mount<B>(
         &self,
-        mount: MountId,
+        mount: SuperblockId,
         visit: impl FnMut(Usage) -> ControlFlow<B>,
     ) -> ControlFlow<B> {
         lock(self.shard_of(mount)).usages_of(Axis::Mount, mount.0).try_for_each(visit)
@@ -246,12 +247,12 @@ impl UsageLists {
     }
 
     /// Whether an insert into the list of this pair needs no allocation.
-    pub fn has_free_place(&self, mount: MountId, cgroup: CgroupId) -> bool {
+    pub fn has_free_place(&self, mount: SuperblockId, cgroup: CgroupId) -> bool {
         lock(self.shard_of(mount)).has_free_place([mount.0, cgroup.0])
     }
 
     /// Counts the lists of a mount and their entries, in time that grows with the lists only.
-    pub fn count_of_mount(&self, mount: MountId) -> Count {
+    pub fn count_of_mount(&self, mount: SuperblockId) -> Count {
         lock(self.shard_of(mount)).count_of(Axis::Mount, mount.0)
     }
 
@@ -266,7 +267,7 @@ impl UsageLists {
         self.held.bytes.load(Relaxed)
     }
 
-    fn shard_of(&self, mount: MountId) -> &Mutex<Shard> {
+    fn shard_of(&self, mount: SuperblockId) -> &Mutex<Shard> {
         &self.shards[mount.0 as usize % self.shards.len()]
     }
 

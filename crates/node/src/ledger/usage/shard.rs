@@ -17,7 +17,7 @@ use std::{cmp::Reverse, mem};
 use hashbrown::HashTable;
 
 use super::{
-    CgroupId, Count, MountId, ObjectId, Usage,
+    CgroupId, Count, ObjectId, SuperblockId, Usage,
     slab::{Node, Slab, Slot},
 };
 
@@ -194,7 +194,12 @@ impl Shard {
     fn usage(&self, entry: Slot) -> Usage {
         let Entry { list, object, time } = self.entries[entry];
         let [mount, cgroup] = self.lists[list].key;
-        Usage { mount: MountId(mount), cgroup: CgroupId(cgroup), object: ObjectId(object), time }
+        Usage {
+            mount: SuperblockId(mount),
+            cgroup: CgroupId(cgroup),
+            object: ObjectId(object),
+            time,
+        }
     }
 
     /// Objects and times of a list, the most recent first.

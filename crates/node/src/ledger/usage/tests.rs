@@ -7,14 +7,14 @@ use proptest::prelude::*;
 use super::*;
 
 fn touch(lists: &UsageLists, mount: u32, cgroup: u32, object: u32, now: u32) -> Option<u32> {
-    lists.touch(MountId(mount), CgroupId(cgroup), ObjectId(object), now)
+    lists.touch(SuperblockId(mount), CgroupId(cgroup), ObjectId(object), now)
 }
 
 /// The list of a pair as (object, time), the least recent first.
 fn list(lists: &UsageLists, mount: u32, cgroup: u32) -> Vec<(u32, u32)> {
     let mut list = Vec::new();
     let _ = lists.for_each_of_cgroup(CgroupId(cgroup), |usage| {
-        if usage.mount == MountId(mount) {
+        if usage.mount == SuperblockId(mount) {
             list.push((usage.object.0, usage.time));
         }
         ControlFlow::<()>::Continue(())
@@ -38,7 +38,7 @@ fn a_use_moves_the_object_to_the_recent_end() {
 fn a_full_ledger_touches_what_is_listed() {
     let lists = UsageLists::new(1);
     touch(&lists, 1, 1, 7, 10);
-    let listed = |object| lists.touch_listed(MountId(1), CgroupId(1), ObjectId(object), 11);
+    let listed = |object| lists.touch_listed(SuperblockId(1), CgroupId(1), ObjectId(object), 11);
     assert_eq!((listed(7), listed(8)), (Some(10), None));
     assert_eq!(list(&lists, 1, 1), [(7, 11)]);
 }
@@ -74,10 +74,10 @@ fn counts_and_walks_follow_mounts_and_cgroups() {
         touch(&lists, mount, cgroup, object, 0);
     }
     assert_eq!(lists.count(), Count { lists: 3, entries: 4 });
-    assert_eq!(lists.count_of_mount(MountId(1)), Count { lists: 2, entries: 3 });
+    assert_eq!(lists.count_of_mount(SuperblockId(1)), Count { lists: 2, entries: 3 });
     assert_eq!(lists.count_of_cgroup(CgroupId(1)), Count { lists: 2, entries: 3 });
     assert_eq!(lists.count_of_cgroup(CgroupId(3)), Count::default());
-    lists.remove_mount(MountId(1));
+    lists.remove_mount(SuperblockId(1));
     assert_eq!(lists.sorted(), [(2, 1, 1, 0)]);
 }
 
@@ -136,7 +136,7 @@ fn what_is_not_kept_goes_and_the_rest_keeps_its_order() {
     assert_eq!(lists.retain(|usage| usage.object.0 % 3 != 0), 4);
     assert_eq!(list(&lists, 0, 1), [(2, 2), (4, 4), (8, 8), (10, 10)]);
     assert_eq!(list(&lists, 1, 1), [(1, 1), (5, 5), (7, 7), (11, 11)]);
-    assert_eq!(lists.retain(|usage| usage.mount == MountId(1)), 4);
+    assert_eq!(lists.retain(|usage| usage.mount == SuperblockId(1)), 4);
     assert_eq!(lists.count(), Count { lists: 1, entries: 4 });
     lists.check();
 }
@@ -212,7 +212,7 @@ fn apply(lists: &UsageLists, model: &mut Model, operation: &Operation) {
         }
         Operation::RemoveMount(mount) => {
             model.retain(|pair, _| pair.0 != mount);
-            lists.remove_mount(MountId(mount));
+            lists.remove_mount(SuperblockId(mount));
         }
         Operation::Reparent { cgroup, parent } => {
             lists.reparent(CgroupId(cgroup), CgroupId(parent));
@@ -265,7 +265,7 @@ fn compare(lists: &UsageLists, model: &Model) {
     let seen = walked(|visit| _ = lists.for_each(go_on(visit)));
     assert_eq!((seen, lists.count()), part(model, |_| true));
     for id in 0..MOUNTS {
-        let mount = MountId(id);
+        let mount = SuperblockId(id);
         let seen = walked(|visit| _ = lists.for_each_of_mount(mount, go_on(visit)));
         assert_eq!((seen, lists.count_of_mount(mount)), part(model, |pair| pair.0 == id));
     }
