@@ -31,7 +31,7 @@ use crate::density::{
 };
 use crate::dying;
 use crate::goals::Goals;
-use crate::measure::{OwnFiles, cold_start, delta};
+use crate::measure::{OwnFiles, cold_start};
 use crate::namespace::shapes::{Spread, spread};
 use crate::place::{Place, PlaceArgs};
 use crate::report;
