@@ -336,8 +336,9 @@ fn short_lived(
 
 impl Left {
     /// How many the containers left. Those of before are held by something in use, because caches had
-    /// been dropped. No more of them are still there than without caches at the end: so one that has
-    /// gone meanwhile hides none that was left.
+    /// been dropped, and so are those that are there without caches at the end. This is exact if only
+    /// caches hold what the containers left. Otherwise, of these, as many are hidden as of those before
+    /// have gone.
     fn more(&self) -> u64 {
         self.dying_after.saturating_sub(self.dying_before.min(self.dying_dropped))
     }

@@ -50,9 +50,9 @@ use crate::usage_lists::{PAIR_BYTES_MAX, Random};
 /// until the end. Prints the kernel memory of a mark for each superblock, by which the ledger sees
 /// opened files, and the memory of a `cofolio serve` that has seen all of it and has answered for it.
 /// Then it asks that daemon five times to look at everything at once. After that the daemon takes its
-/// default settings, and the command measures its processor time for at least a minute, while 50 more
-/// processes open two files a second each. This lasts until the daemon has looked at everything anew
-/// and knows all files that these processes opened; if it does not come to that, the command fails.
+/// default settings, and the command measures its processor time, while 50 more processes open two
+/// files a second each. This lasts until the daemon has looked at everything anew and knows all files
+/// that these processes opened, and for another minute; if it does not come to that, the command fails.
 /// The peak of the daemon's memory is read then. At the end another daemon starts with default
 /// settings, and the command measures its processor time for a minute.
 ///
@@ -89,8 +89,9 @@ const OBJECTS_LOOK_MS_MAX: f64 = 150.0;
 const FIRST_MINUTE: Duration = Duration::from_secs(60);
 /// How often it is asked to look.
 const LOOKS: usize = 5;
-/// How long its share of a processor is measured at least, and at most.
-const WATCHED_MIN: Duration = Duration::from_secs(60);
+/// How long its share of a processor is measured after it has looked at everything: the end of a look
+/// takes more than its share, which the daemon makes up for then. And how long at most.
+const WATCHED_AFTER: Duration = Duration::from_secs(60);
 const WATCHED_MAX: Duration = Duration::from_secs(1200);
 /// Processes that open files meanwhile, and how often each of them opens one.
 const OPENERS: u32 = 50;
@@ -331,7 +332,7 @@ fn watch(
     let mut cgroups = Vec::new();
     let mut workers = Workers::opening(OPEN_INTERVAL)?;
     let mut opened_files = 0;
-    let mut ages = [0; 2];
+    let (mut ages, mut complete) = ([0; 2], None);
     let (began, cpu_before) = (Instant::now(), daemon.cpu_seconds()?);
     for number in 0..openers {
         let cgroup = hierarchy.create(&format!("{CGROUP_PREFIX}opener-{number}"))?;
@@ -355,7 +356,10 @@ fn watch(
         let known = growth("cofolio_used_objects")?;
         ages = [ages[0].max(residency_age_seconds), ages[1].max(processes_age_seconds)];
         let is_new = residency_age_seconds.max(processes_age_seconds) < began.elapsed().as_secs();
-        if began.elapsed() >= WATCHED_MIN && is_new && known >= signed(opened_files) {
+        if is_new && known >= signed(opened_files) {
+            complete.get_or_insert_with(Instant::now);
+        }
+        if complete.is_some_and(|at| at.elapsed() >= WATCHED_AFTER) {
             return Ok(Watched {
                 seconds,
                 openers,

@@ -28,9 +28,13 @@ use crate::auth::ReloadableAuth;
 
 pub(crate) type Reply = Response<Bytes>;
 
-/// Connections at one time, for each socket; at a unix socket, of root and of all others. More wait in
-/// the kernel's queue, but those of others at a unix socket are closed.
+/// Connections at one time: for each TCP address, where more wait in the kernel's queue; and at a unix
+/// socket for root and for all others, where more are answered with [`NO_ROOM`].
 const CONNECTIONS_MAX: usize = 64;
+/// The answer to a client for which there is no connection.
+pub(crate) const NO_ROOM: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\n\
+    content-type: application/json\r\nconnection: close\r\n\r\n\
+    {\"error\":\"too many connections at this socket, try again later\"}\n";
 /// Clients at one time in a TLS handshake, or waiting for a permit after it, for each TCP address.
 const HANDSHAKES_MAX: usize = 64;
 /// Bytes of a request's head.
@@ -41,8 +45,8 @@ pub(crate) const HEAD_TIME: Duration = Duration::from_secs(30);
 /// How long a connection may last. Then it ends with the answer that is on its way, which has another
 /// [`HEAD_TIME`] to be read from when it is made: a reclaim may take long.
 const CONNECTION_TIME: Duration = Duration::from_secs(300);
-/// Bytes of large answers that clients have not read yet, for each socket. With more, requests for
-/// others are refused. One answer may be as large by itself.
+/// Bytes of large answers that clients have not read yet, for each of these limits. With more,
+/// requests for others are refused. One answer may be as large by itself.
 const UNREAD_MAX: usize = 64 << 20;
 /// Smaller answers are not counted: their number is limited by that of connections.
 const SMALL: usize = 16 << 10;

@@ -185,9 +185,12 @@ fn make_parents(path: &Path) -> Result<(), ListenError> {
     let missing: Vec<_> = path.ancestors().skip(1).take_while(is_missing).collect();
     for dir in missing.into_iter().rev() {
         let passable = std::fs::Permissions::from_mode(0o711);
-        std::fs::create_dir(dir)
-            .and_then(|()| std::fs::set_permissions(dir, passable))
-            .map_err(failed(dir.display()))?;
+        match std::fs::create_dir(dir) {
+            // Another process, with a mount perhaps, was first.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+            made => made.and_then(|()| std::fs::set_permissions(dir, passable)),
+        }
+        .map_err(failed(dir.display()))?;
     }
     Ok(())
 }

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-/// Bounds processor time to a share of the time that passes. Each of `N` kinds of work has an equal part of
-/// it, and what the others leave: none can keep another one from its part. Time that was not used adds
-/// up to a limit; an overdraft delays what comes next of that kind.
+/// Bounds processor time to a share of the time that passes. Each of `N` kinds of work has a part of it,
+/// and what the others leave: none can keep another one from its part. Time that was not used adds up to
+/// a limit; an overdraft delays what comes next of that kind.
 #[derive(Debug)]
 pub(crate) struct Pace<const N: usize> {
     pub(crate) share: f64,
+    /// Each kind's part of the share; 1 together.
+    parts: [f64; N],
     /// Seconds of processor time that each kind may use now; negative after an overdraft.
     credits: [f64; N],
     wall: Instant,
@@ -20,8 +22,8 @@ const DEBT_MAX_SECONDS: f64 = 0.25;
 const SAVED_SECONDS: f64 = 1.0;
 
 impl<const N: usize> Pace<N> {
-    pub(crate) fn new(share: f64) -> Self {
-        Self { share, credits: [0.0; N], wall: Instant::now() }
+    pub(crate) fn new(share: f64, parts: [f64; N]) -> Self {
+        Self { share, parts, credits: [0.0; N], wall: Instant::now() }
     }
 
     /// Takes up the time that has passed.
@@ -46,17 +48,15 @@ impl<const N: usize> Pace<N> {
         self.credits[kind] -= used.as_secs_f64();
     }
 
-    #[allow(clippy::cast_precision_loss, reason = "a few kinds")]
     fn earn(&mut self, passed: Duration) {
-        let part = self.share / N as f64;
-        let (earned, most) = (part * passed.as_secs_f64(), part * SAVED_SECONDS);
+        let most = self.parts.map(|part| self.share * part * SAVED_SECONDS);
         let mut left = 0.0;
-        for credit in &mut self.credits {
-            let sum = *credit + earned;
+        for ((credit, part), most) in self.credits.iter_mut().zip(self.parts).zip(most) {
+            let sum = *credit + self.share * part * passed.as_secs_f64();
             *credit = sum.min(most);
             left += sum - *credit;
         }
-        for credit in &mut self.credits {
+        for (credit, most) in self.credits.iter_mut().zip(most) {
             let more = left.min(most - *credit);
             *credit += more;
             left -= more;
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn an_overdraft_is_waited_for_and_savings_are_bounded() {
-        let mut pace = Pace::<1>::new(0.01);
+        let mut pace = Pace::new(0.01, [1.0]);
         pace.earn(Duration::from_secs(1000));
         assert!((pace.credits[0] - 0.01).abs() < 1e-9);
         pace.charge(0, Duration::from_millis(110));
@@ -89,7 +89,7 @@ mod tests {
     /// any container was taken any more.
     #[test]
     fn one_kind_of_work_leaves_the_other_its_part() {
-        let (mut pace, mut used) = (Pace::<2>::new(0.01), 0.0);
+        let (mut pace, mut used) = (Pace::new(0.01, [0.75, 0.25]), 0.0);
         for _ in 0..1000 {
             pace.earn(Duration::from_millis(100));
             pace.charge(0, Duration::from_millis(10));
@@ -99,9 +99,9 @@ mod tests {
             }
         }
         assert!(pace.is_overdrawn(0));
-        assert!((used - 0.5).abs() < 1e-3, "{used}");
+        assert!((used - 0.25).abs() < 1e-3, "{used}");
         // What one leaves, the other has, and both together have no more than there is.
-        let (mut pace, mut used) = (Pace::<2>::new(0.01), 0.0);
+        let (mut pace, mut used) = (Pace::new(0.01, [0.75, 0.25]), 0.0);
         for _ in 0..1000 {
             pace.earn(Duration::from_millis(100));
             if let Some(allowed) = pace.allowance(1) {

@@ -10,6 +10,7 @@ use cofolio_node::ledger::{Ledger, LedgerError, ReclaimPolicy};
 use cofolio_node::mount::RunDir;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
+use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::runtime::Runtime;
@@ -72,7 +73,16 @@ pub enum DaemonError {
     /// A thread, a descriptor or a signal handler could not be had.
     #[error("starting: {0}")]
     Start(#[source] io::Error),
+    /// It could not serve as many clients as it may have.
+    #[error(
+        "this process may open {0} files, and {DESCRIPTORS_MIN} are needed: `ulimit -n` raises the \
+         limit of a shell, and `LimitNOFILE=` that of a service"
+    )]
+    Descriptors(u64),
 }
+
+/// For the connections of all sockets, and what the ledger and upkeep open.
+const DESCRIPTORS_MIN: u64 = 512;
 
 /// Serves until SIGTERM or SIGINT. At SIGHUP takes the settings that `reload` gives and reads the
 /// files of [`Options::auth`] again; if one of these fails, all stays as it was. `said` hears
@@ -85,7 +95,10 @@ pub fn serve(
     reload: Reload<'_>,
     said: &(dyn Fn(&str) + Sync),
 ) -> Result<(), DaemonError> {
-    // While there is one thread: no other can take the descriptors that it needs.
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    if descriptors < DESCRIPTORS_MIN {
+        return Err(DaemonError::Descriptors(descriptors));
+    }
     let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
     let (listeners, socket) = open_sockets(&options, &auth, said)?;
@@ -317,8 +330,8 @@ fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonErro
     Ok(told)
 }
 
-/// Starts to accept connections. Each socket has limits of its own, and at a unix socket root has:
-/// other clients cannot use those up.
+/// Starts to accept connections. Each socket has limits of its own, and a unix socket has two: root's,
+/// and those of all others, who cannot keep root out.
 fn accept(
     listener: Listener,
     api: &Arc<Api>,
@@ -351,12 +364,13 @@ async fn accept_unix(
         match listener.accept().await {
             Ok((stream, _)) => {
                 let is_root = stream.peer_cred().is_ok_and(|peer| peer.uid() == 0);
-                let permit = match is_root {
-                    true => of_root.acquire().await,
-                    // Not waited for: the next client may be root.
-                    false => of_others.try_acquire(),
+                let limits = if is_root { &of_root } else { &of_others };
+                // Not waited for: the next client may be one of the others.
+                let Some(permit) = limits.try_acquire() else {
+                    let _ = stream.try_write(http::NO_ROOM);
+                    continue;
                 };
-                let (Some(permit), api) = (permit, Arc::clone(&api)) else { continue };
+                let api = Arc::clone(&api);
                 tokio::spawn(async move {
                     http::serve(stream, api, &Peer::Local, &permit).await;
                 });

@@ -27,8 +27,10 @@ const OPENS_WAIT: Duration = Duration::from_millis(50);
 const STEP_MAX: Duration = Duration::from_millis(5);
 /// What the ledger's share of a processor is for: opened files, and the steps that take figures. A
 /// container that opens files all the time must not keep the figures of all others from being taken.
+/// Figures have the smaller part: without time they get older, while opened files get lost.
 const OPENS: usize = 0;
 const FIGURES: usize = 1;
+const PARTS: [f64; 2] = [2.0 / 3.0, 1.0 / 3.0];
 /// Share of a processor for answers to anybody who can connect to a TCP address.
 const ANSWERS_SHARE: f64 = 0.05;
 
@@ -143,7 +145,7 @@ impl Worker {
         // Once without a bound: whoever asks first wants an answer.
         let first = self.ledger.sample_all().and_then(|()| self.report());
         first.err().iter().filter(|_| !cancel.is_cancelled()).for_each(failed);
-        let (mut pace, mut answers) = (Pace::<2>::new(0.0), Pace::<1>::new(ANSWERS_SHARE));
+        let (mut pace, mut answers) = (Pace::new(0.0, PARTS), Pace::new(ANSWERS_SHARE, [1.0]));
         let (mut due, mut watch_from) = (Due::new(), Instant::now());
         let mut charged = thread_time();
         while !cancel.is_cancelled() {

@@ -200,7 +200,7 @@ impl Default for Daemon {
             token_file: None,
             period: 10,
             // With the answers to a scraper the daemon then takes less than 1 %.
-            cpu_percent: 0.8,
+            cpu_percent: 0.9,
             gc_hours: 24,
             scrub_days: 30,
             scrub_rate: Size(20 << 20),

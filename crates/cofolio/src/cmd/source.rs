@@ -61,9 +61,7 @@ impl Source {
             }
             (Err(error), _) if is_there(error) => {
                 let why = with_causes(error);
-                context.ui.note(format!(
-                    "the daemon does not answer; using a ledger of this process: {why}"
-                ));
+                context.ui.note(format!("the daemon does not answer ({why}): looking without it"));
             }
             (Err(_), _) => {}
         }

@@ -448,7 +448,7 @@ impl Ledger {
     }
 
     /// Once the slice of processor time is spent, takes events and begins another slice: for long
-    /// work between its steps. Unlike [`Ledger::take_opens`] it drops nothing, so objects keep their
+    /// work between its steps. Unlike [`Ledger::take_opens`] it forgets no image, so objects keep their
     /// numbers. An error comes again there.
     pub(super) fn take_events_between(&mut self, slice: &mut Budget) {
         if slice.is_spent() {

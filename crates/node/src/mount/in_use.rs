@@ -384,11 +384,14 @@ pub(super) fn process_on(
         // A FUSE server is not asked: it need not answer.
         let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
         let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
-        found.is_ok_and(|it| mounts.contains(&it.stx_mnt_id))
+        let found = found.map(|it| mounts.contains(&it.stx_mnt_id));
+        default_unless_exhausted(found.map_err(io::Error::from))
     };
     for process in numbers(&root.join("proc"))? {
-        if files_of(&process, devices)?.into_iter().any(is_on) {
-            return Ok(Some(named(&process)));
+        for file in files_of(&process, devices)? {
+            if is_on(file)? {
+                return Ok(Some(named(&process)));
+            }
         }
     }
     Ok(None)
@@ -398,20 +401,20 @@ pub(super) fn process_on(
 /// superblocks.
 fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> {
     // All threads have the same program and mappings and, as a rule, the same files.
-    let mut files = unless_for_want(numbers(&process.join("fd")))?;
+    let mut files = default_unless_exhausted(numbers(&process.join("fd")))?;
     files.push(process.join("exe"));
-    for task in unless_for_want(numbers(&process.join("task")))? {
+    for task in default_unless_exhausted(numbers(&process.join("task")))? {
         files.extend(["cwd", "root"].map(|name| task.join(name)));
     }
-    unless_for_want(processes::mappings(process, |mapping| {
+    default_unless_exhausted(processes::mappings(process, |mapping| {
         let link = mapping.link().filter(|_| devices.contains(&mapping.device));
         files.extend(link.map(|link| process.join(link)));
     }))?;
     Ok(files)
 }
 
-/// What a process that cannot be asked answers, unless it is this one that has no room to ask.
-fn unless_for_want<T: Default>(asked: io::Result<T>) -> io::Result<T> {
+/// A failed question about one process has the default answer, unless this process had no room to ask.
+fn default_unless_exhausted<T: Default>(asked: io::Result<T>) -> io::Result<T> {
     let is_want = |error: &io::Error| {
         let errno = error.raw_os_error().map(Errno::from_raw_os_error);
         matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
@@ -434,7 +437,7 @@ pub(super) fn loop_device_on(root: &Path, dir: &Path) -> io::Result<Option<Strin
     for device in devices {
         let device = device?;
         // Only a loop device that is in use has this file.
-        let file = unless_for_want(fs::read(device.path().join("loop/backing_file")))?;
+        let file = default_unless_exhausted(fs::read(device.path().join("loop/backing_file")))?;
         if Path::new(OsStr::from_bytes(&file)).starts_with(dir) {
             return Ok(Some(format!("loop device {}", device.file_name().display())));
         }

@@ -617,7 +617,8 @@ impl<'a> Mounter<'a> {
             }),
         };
         match unmounted {
-            Err(MountError::Busy { .. }) if force && shares => {
+            // Nor does it stay because its users could not be asked for.
+            Err(MountError::Busy { .. } | MountError::Io { .. }) if force && shares => {
                 in_use_still()?;
                 kernel::unmount(path, true).map_err(refused)
             }

@@ -153,8 +153,8 @@ pub(super) fn assemble_at(
 /// an overlay that is in use keeps its changes.
 ///
 /// # Errors
-/// [`MountError::Busy`] says who uses it; [`MountError::Io`] if nobody knows. The mount is still there
-/// then.
+/// [`MountError::Busy`] says who uses it; [`MountError::Io`] if that cannot be found out. The
+/// mount is still there then.
 pub(super) fn unmount(
     root: &Path,
     at: &Path,
@@ -197,7 +197,7 @@ fn busy(at: &Path, reason: String) -> MountError {
 /// The numbers of all mounts that MNT_DETACH would take, in any mount namespace, if none is in use.
 ///
 /// # Errors
-/// [`MountError::Busy`]; [`MountError::Io`] if nobody knows who uses it.
+/// [`MountError::Busy`]; [`MountError::Io`] if it cannot be found out who uses it.
 pub(super) fn ask(
     root: &Path,
     at: &Path,

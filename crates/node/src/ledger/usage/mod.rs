@@ -38,7 +38,7 @@ mod sync {
     pub(super) use std::sync::{Mutex, MutexGuard};
 }
 
-/// A superblock, which is the mount of the lists, by a number of the caller's. Consecutive numbers
+/// A superblock, by a number of the caller's. The lists take it for the mount. Consecutive numbers
 /// are spread evenly over the shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SuperblockId(pub u32);
