@@ -51,11 +51,11 @@ use crate::source::Unpacked;
 /// opened. Else the command fails. Needs root and a memory cgroup.
 ///
 /// With --short-lived, the containers come and go one after the other, from dropped caches: first
-/// with, then without their images read ahead when they are mounted, as `[commons] warm = "all"` has
-/// it. Each reads --profile-files files, and the next of its image reads the files behind them. The
-/// containers without warming are the control, at most 1,000. Counts the memory cgroups that were
-/// removed and that the kernel keeps because something is still charged to them. If there are more
-/// than 10 of these before the containers begin, or 1,000 containers of the control leave no more
+/// with their images read ahead when they are mounted, as `[commons] warm = "all"` has it, then the
+/// same where every other one writes 4 KiB, then without reading ahead. Each reads --profile-files
+/// files, and the next of its image reads the files behind them. The containers without reading ahead
+/// are the control, at most 1,000. Counts the memory cgroups that were removed and that the kernel
+/// keeps because something is still charged to them. If 1,000 containers of the control leave no more
 /// than 100, it writes its figures and fails: they show nothing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
@@ -177,6 +177,8 @@ struct ShortLived {
 struct Left {
     /// Whether the images were read ahead into the commons.
     warmed: bool,
+    /// Whether every other container wrote 4 KiB.
+    wrote: bool,
     /// Containers that came and went.
     containers: u32,
     /// Memory cgroups of the machine that were removed and stay: before, when all caches had been
@@ -213,6 +215,8 @@ struct Churn<'a> {
     gone: Vec<Gone>,
     /// With it, images are read ahead when they are mounted.
     commons: Option<Commons>,
+    /// Whether containers with a writable mount write 4 KiB.
+    write: bool,
 }
 
 pub(super) fn run(args: &Args) -> Outcome {
@@ -251,6 +255,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         containers: VecDeque::new(),
         gone: Vec::new(),
         commons: None,
+        write: true,
     };
     if args.short_lived {
         return short_lived(args, &work, &mut churn, &signals.cancel, &say);
@@ -315,15 +320,18 @@ fn short_lived(
     say: &dyn Fn(&str),
 ) -> Outcome {
     let mut found = ShortLived { left: Vec::new() };
-    for warmed in [true, false] {
+    for (warmed, write) in [(true, false), (true, true), (false, false)] {
         let containers = if warmed { args.containers } else { args.containers.min(CONTROL_MAX) };
+        churn.write = write;
         let left = churn.leave(containers, warmed, cancel);
         let ended = churn.end_all();
         let left = cleanup::result(cancel, left, ended)?;
-        let how = if warmed { "warmed" } else { "not warmed" };
         say(&format!(
-            "{how}: {} dying cgroups, {} before, {} without caches",
-            left.dying_after, left.dying_before, left.dying_dropped
+            "{}: {} dying cgroups, {} before, {} without caches",
+            left.how(),
+            left.dying_after,
+            left.dying_before,
+            left.dying_dropped
         ));
         found.left.push(left);
     }
@@ -342,6 +350,14 @@ impl Left {
     fn more(&self) -> u64 {
         self.dying_after.saturating_sub(self.dying_before.min(self.dying_dropped))
     }
+
+    fn how(&self) -> &'static str {
+        match (self.warmed, self.wrote) {
+            (true, false) => "warmed, containers that read",
+            (true, true) => "warmed, half of them write",
+            (false, _) => "not warmed, containers that read",
+        }
+    }
 }
 
 impl ShortLived {
@@ -351,8 +367,8 @@ impl ShortLived {
              |---|--:|--:|--:|--:|--:|\n",
         );
         for it in &self.left {
-            let Left { warmed, containers, dying_before, dying_after, dying_dropped } = it;
-            let (how, more) = (if *warmed { "warmed" } else { "not warmed" }, it.more());
+            let Left { containers, dying_before, dying_after, dying_dropped, .. } = it;
+            let (how, more) = (it.how(), it.more());
             text += &format!(
                 "| {how} | {containers} | {dying_before} | {dying_after} | {dying_dropped} | {more} |\n"
             );
@@ -372,8 +388,10 @@ impl ShortLived {
         let warmed = || self.left.iter().filter(|it| it.warmed);
         let is_judged = warmed().all(|it| it.containers >= DYING_CONTAINERS || misses(it));
         let goals = Goals::new(format!("{DYING_CONTAINERS} containers"), is_judged);
-        let what = "dying cgroups that containers left, over warmed images";
-        warmed().fold(goals, |goals, it| goals.at_most(what, more(it), DYING_MAX, ""))
+        warmed().fold(goals, |goals, it| {
+            let what = format!("dying cgroups that containers left: {}", it.how());
+            goals.at_most(what, more(it), DYING_MAX, "")
+        })
     }
 
     /// Fails if the containers without warming left too few behind. Smaller runs prove nothing anyway.
@@ -703,7 +721,7 @@ impl Churn<'_> {
         // The list is the benchmark's own, and the kernel may have reclaimed it: the container, which
         // reads it, would be charged for it.
         fs::read(&profile)?;
-        let write = match is_writable {
+        let write = match is_writable && self.write {
             true => self.images.logs[image].write.clone(),
             false => "/dev/null".into(),
         };
@@ -753,7 +771,8 @@ impl Churn<'_> {
         let dying_after = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
         cold_start()?;
         let dying_dropped = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
-        Ok(Left { warmed, containers, dying_before, dying_after, dying_dropped })
+        let wrote = self.write;
+        Ok(Left { warmed, wrote, containers, dying_before, dying_after, dying_dropped })
     }
 
     /// Ends all containers, and the commons: had these been removed before the count of dying cgroups,
@@ -804,6 +823,7 @@ mod tests {
         let left = [(true, warmed), (false, control)];
         let left = left.map(|(warmed, [containers, before, after, dropped])| Left {
             warmed,
+            wrote: false,
             containers: u32::try_from(containers).unwrap(),
             dying_before: before,
             dying_after: after,

@@ -193,12 +193,13 @@ fn short_lived_containers_come_and_go_over_warmed_images_and_others() {
     let test = "short_lived_containers_come_and_go_over_warmed_images_and_others";
     let Some(images) = images(test) else { return };
     let ran = images.benchmark("churn", &["--short-lived", "--containers", "3"]).output();
-    assert!(Ran::of(ran.unwrap()).ok().contains("| warmed | 3 | "));
+    assert!(Ran::of(ran.unwrap()).ok().contains("| warmed, half of them write | 3 | "));
     let result = fs::read(images.dir.path().join("result")).unwrap();
     let result: Value = serde_json::from_slice(&result).unwrap();
     let left = result["left"].as_array().unwrap();
-    let warmed: Vec<_> = left.iter().map(|it| (&it["warmed"], &it["containers"])).collect();
-    assert_eq!(warmed, [(&json!(true), &json!(3)), (&json!(false), &json!(3))]);
+    let how = |it: &Value| json!([it["warmed"], it["wrote"], it["containers"]]);
+    let runs = [json!([true, false, 3]), json!([true, true, 3]), json!([false, false, 3])];
+    assert_eq!(left.iter().map(how).collect::<Vec<_>>(), runs);
     assert!(
         left.iter().all(|it| it["dying_before"].is_u64() && it["dying_after"].is_u64()),
         "{result}"
