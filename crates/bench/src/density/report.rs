@@ -53,6 +53,10 @@ struct Ratio {
     found_further: Option<Spread>,
     found_by_charge: Option<Spread>,
     found_further_by_charge: Option<Spread>,
+    /// By `/proc/meminfo`, with page cache and buffers; and kernel memory when caches are dropped. No
+    /// goal is of these.
+    with_page_cache: Option<Spread>,
+    held: Option<Spread>,
 }
 
 /// A ratio in each round, where both variants and `none` are of the same round. There is none in a round
@@ -222,8 +226,8 @@ impl Report {
         }
         if !self.ratios.is_empty() {
             text += "\nMedians of the rounds' ratios, least and most. The goals are of the larger of *found* and *by charge*.\n\n";
-            text += "| kernel memory per container | found | each further | by charge | each further |\n";
-            text += "|---|--:|--:|--:|--:|\n";
+            text += "| kernel memory per container | found | each further | by charge | each further | with page cache and buffers | held |\n";
+            text += "|---|--:|--:|--:|--:|--:|--:|\n";
         }
         let shown = |ratio: Option<Spread>| {
             ratio.map_or(String::new(), |Spread { median, least, most }| {
@@ -236,6 +240,8 @@ impl Report {
                 ratio.found_further,
                 ratio.found_by_charge,
                 ratio.found_further_by_charge,
+                ratio.with_page_cache,
+                ratio.held,
             ];
             let figures = figures.map(shown).join(" | ");
             text += &format!("| {} to {} | {figures} |\n", ratio.of.name(), ratio.to.name());
@@ -264,6 +270,10 @@ fn ratios(rounds: &[Round]) -> Vec<Ratio> {
             found_further: spread(&|it| Some(it.growth["kernel"] - it.first["kernel"])),
             found_by_charge: spread(&|it| it.charged),
             found_further_by_charge: spread(&|it| Some(it.charged? - it.first_charged?)),
+            with_page_cache: spread(&|it| {
+                ["kernel", "page_cache", "buffers"].iter().map(|kind| it.growth.get(kind)).sum()
+            }),
+            held: spread(&|it| it.held.get("kernel").copied()),
         })
     });
     pairs.collect()
