@@ -50,9 +50,10 @@ use crate::usage_lists::{PAIR_BYTES_MAX, Random};
 /// until the end. Prints the kernel memory of a mark for each superblock, by which the ledger sees
 /// opened files, and the memory of a `cofolio serve` that has seen all of it and has answered for it.
 /// Then it asks that daemon five times to look at everything at once. After that the daemon takes its
-/// default settings, and the command measures its processor time, while 50 more processes open two
-/// files a second each. This lasts until the daemon has looked at everything anew and knows all files
-/// that these processes opened, and for another minute; if it does not come to that, the command fails.
+/// default settings, and 50 more processes open two files a second each. Once the daemon has looked at
+/// everything anew and knows all files that these processes opened, the command measures its processor
+/// time, for a minute at least and until the daemon has looked at everything once more. If it does not
+/// come to that, the command fails.
 /// The peak of the daemon's memory is read then. At the end another daemon starts with default
 /// settings, and the command measures its processor time for a minute.
 ///
@@ -80,7 +81,6 @@ const PEAK_MB_MAX: f64 = 300.0;
 const GOAL_IDS: u32 = 10_000;
 /// Goal: the daemon's share of a processor, while it keeps its figures up to date.
 const CPU_PERCENT_MAX: f64 = 1.0;
-const LEDGER_SECONDS: &str = "cofolio_ledger_cpu_seconds_total";
 /// Goal: the processor time of a look at 50,000 objects, unless it is spread. That of the daemon's
 /// start is not. Such a look counts the pages of metadata images, too, of which each mount here has
 /// one of its own, and a file is a file.
@@ -89,10 +89,9 @@ const OBJECTS_LOOK_MS_MAX: f64 = 150.0;
 const FIRST_MINUTE: Duration = Duration::from_secs(60);
 /// How often it is asked to look.
 const LOOKS: usize = 5;
-/// How long its share of a processor is measured after it has looked at everything: the end of a look
-/// takes more than its share, which the daemon makes up for then. And how long at most.
-const WATCHED_AFTER: Duration = Duration::from_secs(60);
-const WATCHED_MAX: Duration = Duration::from_secs(1200);
+/// How long its share of a processor is measured at least, and how long processes open files at most.
+const WATCHED_MIN: Duration = Duration::from_secs(60);
+const WATCHED_MAX: Duration = Duration::from_secs(1800);
 /// Processes that open files meanwhile, and how often each of them opens one.
 const OPENERS: u32 = 50;
 const OPEN_INTERVAL: Duration = Duration::from_millis(500);
@@ -332,8 +331,11 @@ fn watch(
     let mut cgroups = Vec::new();
     let mut workers = Workers::opening(OPEN_INTERVAL)?;
     let mut opened_files = 0;
-    let (mut ages, mut complete) = ([0; 2], None);
-    let (began, cpu_before) = (Instant::now(), daemon.cpu_seconds()?);
+    let mut ages = [0; 2];
+    let began = Instant::now();
+    // The end of a look takes more than the daemon's share, which it makes up for later: so from the
+    // end of one to the end of another.
+    let mut measured: Option<(Instant, [f64; 2])> = None;
     for number in 0..openers {
         let cgroup = hierarchy.create(&format!("{CGROUP_PREFIX}opener-{number}"))?;
         let files = profile_of(&mut random, ids);
@@ -347,6 +349,7 @@ fn watch(
         // Seldom, because each answer takes processor time, too.
         thread::sleep(Duration::from_secs(10));
         let now = daemon.metrics()?;
+        let cpu = [daemon.cpu_seconds()?, now.figure("cofolio_ledger_cpu_seconds_total")?];
         let seconds = began.elapsed().as_secs_f64();
         let residency_age_seconds: u64 = now.figure("cofolio_residency_age_seconds")?;
         let processes_age_seconds: u64 = now.figure("cofolio_processes_age_seconds")?;
@@ -355,25 +358,28 @@ fn watch(
         ensure!(lost == 0, "the daemon lost opened files {lost} times in {seconds:.0} s");
         let known = growth("cofolio_used_objects")?;
         ages = [ages[0].max(residency_age_seconds), ages[1].max(processes_age_seconds)];
-        let is_new = residency_age_seconds.max(processes_age_seconds) < began.elapsed().as_secs();
-        if is_new && known >= signed(opened_files) {
-            complete.get_or_insert_with(Instant::now);
-        }
-        if complete.is_some_and(|at| at.elapsed() >= WATCHED_AFTER) {
-            return Ok(Watched {
-                seconds,
-                openers,
-                opens_per_second: f64::from(openers) / OPEN_INTERVAL.as_secs_f64(),
-                opened_files,
-                cpu_percent: (daemon.cpu_seconds()? - cpu_before) / seconds * 1e2,
-                ledger_cpu_percent: (now.figure::<f64>(LEDGER_SECONDS)?
-                    - before.figure::<f64>(LEDGER_SECONDS)?)
-                    / seconds
-                    * 1e2,
-                residency_age_seconds: ages[0],
-                processes_age_seconds: ages[1],
-                containers: now.figure("cofolio_containers")?,
-            });
+        let oldest = residency_age_seconds.max(processes_age_seconds);
+        let has_looked_since = |then: Instant| oldest < then.elapsed().as_secs();
+        match measured {
+            None if has_looked_since(began) && known >= signed(opened_files) => {
+                measured = Some((Instant::now(), cpu));
+            }
+            Some((from, cpu_before)) if from.elapsed() >= WATCHED_MIN && has_looked_since(from) => {
+                let seconds = from.elapsed().as_secs_f64();
+                let percent = |kind: usize| (cpu[kind] - cpu_before[kind]) / seconds * 1e2;
+                return Ok(Watched {
+                    seconds,
+                    openers,
+                    opens_per_second: f64::from(openers) / OPEN_INTERVAL.as_secs_f64(),
+                    opened_files,
+                    cpu_percent: percent(0),
+                    ledger_cpu_percent: percent(1),
+                    residency_age_seconds: ages[0],
+                    processes_age_seconds: ages[1],
+                    containers: now.figure("cofolio_containers")?,
+                });
+            }
+            _ => {}
         }
         ensure!(
             began.elapsed() < WATCHED_MAX,

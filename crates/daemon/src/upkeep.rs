@@ -218,7 +218,9 @@ pub(crate) fn run(
                     Ok(thread) => running = Some((name, thread)),
                     Err(error) => {
                         failed(&format_args!("starting a thread: {error}"));
-                        all.get_mut(&name).into_iter().for_each(|due| due.ended(Err(()), delay));
+                        if let Some(due) = all.get_mut(&name) {
+                            due.ended(Err(()), delay);
+                        }
                     }
                 }
             }
