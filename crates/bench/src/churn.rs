@@ -53,10 +53,11 @@ use crate::source::Unpacked;
 /// With --short-lived, the containers come and go one after the other, from dropped caches: first
 /// with their images read ahead when they are mounted, as `[commons] warm = "all"` has it, then the
 /// same where every other one writes 4 KiB, then without reading ahead. Each reads --profile-files
-/// files, and the next of its image reads the files behind them. The containers without reading ahead
-/// are the control, at most 1,000. Counts the memory cgroups that were removed and that the kernel
-/// keeps because something is still charged to them. If 1,000 containers of the control leave no more
-/// than 100, it writes its figures and fails: they show nothing.
+/// files, and the next of its image reads the files behind them. The containers without reading
+/// ahead are the control, at most 1,000. Counts the memory cgroups that were removed and that the
+/// kernel keeps because something is still charged to them. If 1,000 containers of the control
+/// leave no more than 100, or the goal seems to be met where more than 10 were there before, it
+/// writes its figures and fails: they show nothing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
   cofolio-bench churn corpus/out/redis/old corpus/out/redis/new
@@ -149,6 +150,10 @@ const CONTROL_MAX: u32 = 1000;
 /// Dying cgroups that the control has to exceed: otherwise few of them over warmed images prove
 /// nothing.
 const CONTROL_DYING_MIN: u64 = 100;
+
+/// Dying cgroups that may be there before: with more, others that go meanwhile can hide some that
+/// are left, so the goal can be missed but not met.
+const DYING_BEFORE_MAX: u64 = 10;
 
 /// How long none of them has to go before they count.
 const DYING_QUIET: Duration = Duration::from_secs(5);
@@ -343,10 +348,10 @@ fn short_lived(
 }
 
 impl Left {
-    /// How many the containers left. Those of before are held by something in use, because caches had
-    /// been dropped, and so are those that are there without caches at the end. This is exact if only
-    /// caches hold what the containers left. Otherwise, of these, as many are hidden as of those before
-    /// have gone.
+    /// How many the containers left. Those of before are held by something in use, because caches
+    /// had been dropped, and so are those that are there without caches at the end. This is exact
+    /// if only caches hold what the containers left. Otherwise, of these, as many are hidden as of
+    /// those before have gone.
     fn more(&self) -> u64 {
         self.dying_after.saturating_sub(self.dying_before.min(self.dying_dropped))
     }
@@ -394,8 +399,20 @@ impl ShortLived {
         })
     }
 
-    /// Fails if the containers without warming left too few behind. Smaller runs prove nothing anyway.
+    /// Fails if the count cannot be believed: too many cgroups were dying before for a goal that
+    /// seems to be met, or the containers without warming left too few behind. Smaller runs prove
+    /// nothing anyway.
+    #[allow(clippy::cast_precision_loss, reason = "a count of cgroups")]
     fn ensure_it_shows_something(&self) -> Result<()> {
+        for it in self.left.iter().filter(|it| it.warmed && it.containers >= DYING_CONTAINERS) {
+            ensure!(
+                it.dying_before <= DYING_BEFORE_MAX || it.more() as f64 > DYING_MAX,
+                "the count shows nothing: {} cgroups were dying before, and some may have gone \
+                 meanwhile. There may be {DYING_BEFORE_MAX}. Caches had been dropped: end what holds \
+                 them, or reboot",
+                it.dying_before
+            );
+        }
         for control in self.left.iter().filter(|it| !it.warmed) {
             ensure!(
                 control.containers < CONTROL_MAX || control.more() > CONTROL_DYING_MIN,
@@ -847,6 +864,15 @@ mod tests {
         guest.ensure_it_shows_something().unwrap();
         let none = "The control leaves none on this kernel: the figure shows nothing.";
         assert!(guest.table().contains(none), "{}", guest.table());
+    }
+
+    /// Older ones that go meanwhile could turn a miss into 10.
+    #[test]
+    fn a_machine_with_dying_cgroups_can_only_show_a_miss() {
+        let run = |before, after| short_lived([10_000, before, after, before], [1000, 0, 500, 0]);
+        run(10, 20).ensure_it_shows_something().unwrap();
+        run(11, 21).ensure_it_shows_something().unwrap_err();
+        run(11, 22).ensure_it_shows_something().unwrap();
     }
 
     /// The count was less what was there before: 40 left while 35 older ones went would have been 5,

@@ -48,14 +48,14 @@ use crate::usage_lists::{PAIR_BYTES_MAX, Random};
 /// Makes so many images of seven tiny files, each with a mount of its own, and as many memory
 /// cgroups, each with a process that reads files of 20 random images, maps one of them and stays
 /// until the end. Prints the kernel memory of a mark for each superblock, by which the ledger sees
-/// opened files, and the memory of a `cofolio serve` that has seen all of it and has answered for it.
-/// Then it asks that daemon five times to look at everything at once. After that the daemon takes its
-/// default settings, and 50 more processes open two files a second each. Once the daemon has looked at
-/// everything anew and knows all files that these processes opened, the command measures its processor
-/// time, for a minute at least and until the daemon has looked at everything once more. If it does not
-/// come to that, the command fails.
-/// The peak of the daemon's memory is read then. At the end another daemon starts with default
-/// settings, and the command measures its processor time for a minute.
+/// opened files, and the memory of a `cofolio serve` that has seen all of it and has answered for
+/// it. Then it asks that daemon five times to look at everything at once. After that the daemon
+/// takes its default settings, and 50 more processes open two files a second each. Once the daemon
+/// has looked at everything anew and knows all files that these processes opened, the command
+/// measures its processor time, for a minute at least and until the daemon has looked at everything
+/// once more. If it does not come to that, the command fails. The peak of the daemon's memory is
+/// read then. At the end another daemon starts with default settings, and the command measures its
+/// processor time for a minute.
 ///
 /// Needs root and a memory cgroup. Run it in a mount namespace of its own, because so many mounts
 /// slow down whoever reads the list of mounts.
@@ -82,14 +82,14 @@ const GOAL_IDS: u32 = 10_000;
 /// Goal: the daemon's share of a processor, while it keeps its figures up to date.
 const CPU_PERCENT_MAX: f64 = 1.0;
 /// Goal: the processor time of a look at 50,000 objects, unless it is spread. That of the daemon's
-/// start is not. Such a look counts the pages of metadata images, too, of which each mount here has
-/// one of its own, and a file is a file.
+/// start is not.
 const OBJECTS_LOOK_MS_MAX: f64 = 150.0;
 /// How long the processor time of a daemon is measured from its start on.
 const FIRST_MINUTE: Duration = Duration::from_secs(60);
 /// How often it is asked to look.
 const LOOKS: usize = 5;
-/// How long its share of a processor is measured at least, and how long processes open files at most.
+/// How long its share of a processor is measured at least, and how long processes open files at
+/// most.
 const WATCHED_MIN: Duration = Duration::from_secs(60);
 const WATCHED_MAX: Duration = Duration::from_secs(1800);
 /// Processes that open files meanwhile, and how often each of them opens one.
@@ -135,8 +135,8 @@ struct Measured {
     looks_ms: Vec<f64>,
     /// Processor time of such a look, its report included.
     look_cpu_ms: f64,
-    /// Processor time of a look at all processes, and at all objects and metadata images, of a ledger of
-    /// the benchmark.
+    /// Processor time of a look at all processes, and at all objects and metadata images, of a
+    /// ledger of the benchmark.
     processes_cpu_ms: f64,
     objects_cpu_ms: f64,
     /// Share of one processor of a daemon with default settings in its first minute.
@@ -333,8 +333,8 @@ fn watch(
     let mut opened_files = 0;
     let mut ages = [0; 2];
     let began = Instant::now();
-    // The end of a look takes more than the daemon's share, which it makes up for later: so from the
-    // end of one to the end of another.
+    // The end of a look takes more than the daemon's share, which it makes up for later: so from
+    // the end of one to the end of another.
     let mut measured: Option<(Instant, [f64; 2])> = None;
     for number in 0..openers {
         let cgroup = hierarchy.create(&format!("{CGROUP_PREFIX}opener-{number}"))?;
@@ -419,9 +419,16 @@ fn goals(it: &Measured) -> Goals {
         // It begins with a look at everything, which is not spread: whoever asks first wants an answer.
         .figure("the same in its first minute", it.first_minute_cpu_percent, " %")
         .at_most(
-            "processor time of a look at 50,000 files: objects and metadata images",
-            it.objects_cpu_ms * 5e4 / (it.objects + u64::from(it.mounts)) as f64,
+            "processor time of a look at 50,000 objects",
+            it.objects_cpu_ms * 5e4 / it.objects as f64,
             OBJECTS_LOOK_MS_MAX,
+            " ms",
+        )
+        // Such a look counts the pages of metadata images, too, of which each mount here has its
+        // own.
+        .figure(
+            "the same, of 50,000 files: objects and metadata images",
+            it.objects_cpu_ms * 5e4 / (it.objects + u64::from(it.mounts)) as f64,
             " ms",
         )
         .figure("processor time of a look at all processes", it.processes_cpu_ms, " ms")
@@ -629,7 +636,7 @@ mod tests {
             change(&mut measured);
             goals(&measured)
         };
-        let slow = with(|it| (it.objects, it.objects_cpu_ms) = (15_000, 76.0));
+        let slow = with(|it| (it.objects, it.objects_cpu_ms) = (25_000, 76.0));
         assert_eq!(slow.exit(), Exit::Failure);
         let busy = with(|it| it.first_minute_cpu_percent = 4.88);
         assert!(busy.table().contains("| 4.88 % | none |"), "{}", busy.table());

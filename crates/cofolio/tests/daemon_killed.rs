@@ -266,9 +266,9 @@ impl Soak {
     }
 }
 
-/// Only the daemon may keep a mount busy: an opened file waits in fanotify's queue, where no process
-/// shows it, or the daemon has just taken it out (ARCHITECTURE.md, "Opened files do not wait for the
-/// ledger's share of a processor"). Nobody else may have a file or a directory of it.
+/// Only the daemon may keep a mount busy: an opened file waits in fanotify's queue, where no
+/// process shows it, or the daemon has just taken it out (ARCHITECTURE.md, "Opened files do not
+/// wait for the ledger's share of a processor"). Nobody else may have a file or a directory of it.
 fn assert_passing(said: &str, target: &Path) {
     assert!(said.contains("is in use"), "{said}");
     println!("{said}");

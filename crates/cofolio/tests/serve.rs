@@ -369,7 +369,8 @@ fn no_other_user_can_hold_up_a_daemon() {
     sandbox.run(&["serve"]).fails_with(7).refused("cofolio.sock.lock");
 }
 
-/// With few descriptors the daemon panicked. With some more it said that it listens, and served nobody.
+/// With few descriptors the daemon panicked. With some more it said that it listens, and served
+/// nobody.
 #[test]
 fn without_descriptors_it_does_not_start() {
     if !can_mount("without_descriptors_it_does_not_start") {

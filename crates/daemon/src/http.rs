@@ -28,8 +28,8 @@ use crate::auth::ReloadableAuth;
 
 pub(crate) type Reply = Response<Bytes>;
 
-/// Connections at one time: for each TCP address, where more wait in the kernel's queue; and at a unix
-/// socket for root and for all others, where more are answered with [`NO_ROOM`].
+/// Connections at one time: for each TCP address, where more wait in the kernel's queue; and at a
+/// unix socket for root and for all others, where more are answered with [`NO_ROOM`].
 const CONNECTIONS_MAX: usize = 64;
 /// The answer to a client for which there is no connection.
 pub(crate) const NO_ROOM: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\n\

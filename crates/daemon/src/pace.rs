@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-/// Bounds processor time to a share of the time that passes. Each of `N` kinds of work has a part of it,
-/// and what the others leave: none can keep another one from its part. Time that was not used adds up to
-/// a limit; an overdraft delays what comes next of that kind.
+/// Bounds processor time to a share of the time that passes. Each of `N` kinds of work has a part
+/// of it, and what the others leave: none can keep another one from its part. Time that was not
+/// used adds up to a limit; an overdraft delays what comes next of that kind.
 #[derive(Debug)]
 pub(crate) struct Pace<const N: usize> {
     pub(crate) share: f64,
@@ -17,8 +17,8 @@ pub(crate) struct Pace<const N: usize> {
 
 /// Seconds of processor time that may be overdrawn before it is too much.
 const DEBT_MAX_SECONDS: f64 = 0.25;
-/// Seconds of passing time whose share adds up while nothing is done. More of them show in the share of
-/// a minute.
+/// The share of this much passing time adds up while nothing is done. With more, a busy minute
+/// after an idle one takes visibly more than its share.
 const SAVED_SECONDS: f64 = 1.0;
 
 impl<const N: usize> Pace<N> {

@@ -330,8 +330,8 @@ fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonErro
     Ok(told)
 }
 
-/// Starts to accept connections. Each socket has limits of its own, and a unix socket has two: root's,
-/// and those of all others, who cannot keep root out.
+/// Starts to accept connections. Each socket has limits of its own, and a unix socket has two:
+/// root's, and those of all others, who cannot keep root out.
 fn accept(
     listener: Listener,
     api: &Arc<Api>,

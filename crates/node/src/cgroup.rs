@@ -379,8 +379,8 @@ pub(crate) struct ChargedPages {
 }
 
 impl ChargedPages {
-    /// Pages of the first `size` bytes of a file that are charged to the cgroup, and that are charged
-    /// elsewhere; neither has those that are still being read.
+    /// Pages of the first `size` bytes of a file that are charged to the cgroup, and that are
+    /// charged elsewhere; neither has those that are still being read.
     ///
     /// # Errors
     /// Those of [`FileMap::resident_frames`], and of reading `/proc/kpagecgroup`.

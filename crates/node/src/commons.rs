@@ -202,8 +202,8 @@ impl Room {
         let has_bytes = match resident_bytes {
             0 => INODE_BYTES,
             _ => charged().map_or(resident_bytes, |(own, elsewhere)| {
-                // What is still being read is not in `own`, and what others are charged for between the
-                // ranges is in `elsewhere`: so the larger one.
+                // What is still being read is not in `own`, and what others are charged for between
+                // the ranges is in `elsewhere`: so the larger one.
                 let rest = resident_bytes.saturating_sub(elsewhere * page_size());
                 rest.max(own * page_size())
             }),

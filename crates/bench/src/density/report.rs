@@ -53,8 +53,8 @@ struct Ratio {
     found_further: Option<Spread>,
     found_by_charge: Option<Spread>,
     found_further_by_charge: Option<Spread>,
-    /// By `/proc/meminfo`, with page cache and buffers; and kernel memory when caches are dropped. No
-    /// goal is of these.
+    /// By `/proc/meminfo`, with page cache and buffers; and kernel memory when caches are dropped.
+    /// No goal is of these.
     with_page_cache: Option<Spread>,
     held: Option<Spread>,
 }

@@ -1,14 +1,14 @@
 //! Which resident pages are charged to the commons.
 //!
-//! To ask that takes ten times as long as cachestat ([`ChargedPages`]). So an object is counted when
-//! the number of its resident pages has changed. All are counted again when the commons have grown,
-//! because then something was read ahead, perhaps in place of pages that went. When the commons have
-//! shrunk, a container may have read again what went. Then the objects that have pages there are
-//! counted again; the others cannot lose any. So looks take longer while the kernel takes pages from
-//! the commons: some 15 µs more for each object in them.
+//! To ask that takes ten times as long as cachestat ([`ChargedPages`]). So an object is counted
+//! when the number of its resident pages has changed. All are counted again when the commons have
+//! grown, because then something was read ahead, perhaps in place of pages that went. When the
+//! commons have shrunk, a container may have read again what went. Then the objects that have pages
+//! there are counted again; the others cannot lose any. So looks take longer while the kernel takes
+//! pages from the commons: some 15 µs more for each object in them.
 //!
-//! A count stays wrong if, between two looks, an object lost as many pages as it got and the charge of
-//! the commons stayed the same. A count of 0 stays wrong also if that charge fell.
+//! A count stays wrong if, between two looks, an object lost as many pages as it got and the charge
+//! of the commons stayed the same. A count of 0 stays wrong also if that charge fell.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -84,8 +84,8 @@ impl Charges {
         self.commons.as_ref().is_none_or(|commons| commons.pages.is_some())
     }
 
-    /// Whether the count of an object's pages in the commons, made in the epoch `counted`, still holds
-    /// if it has as many resident pages as then.
+    /// Whether the count of an object's pages in the commons, made in the epoch `counted`, still
+    /// holds if it has as many resident pages as then.
     pub(super) fn still_hold(&self, commons_pages: u32, counted: u32) -> bool {
         counted >= if commons_pages > 0 { self.epoch } else { self.grown }
     }

@@ -448,8 +448,8 @@ impl Ledger {
     }
 
     /// Once the slice of processor time is spent, takes events and begins another slice: for long
-    /// work between its steps. Unlike [`Ledger::take_opens`] it forgets no image, so objects keep their
-    /// numbers. An error comes again there.
+    /// work between its steps. Unlike [`Ledger::take_opens`] it forgets no image, so objects keep
+    /// their numbers. An error comes again there.
     pub(super) fn take_events_between(&mut self, slice: &mut Budget) {
         if slice.is_spent() {
             let _ = self.take_events(&Budget::of(SLICE));

@@ -13,12 +13,13 @@
 //!
 //! - a refresh, which lists all mounts, and images, refs and bases where they have changed, and takes
 //!   up an image at least;
-//! - a look at one process and at one file, and the drop of one file from all processes that map it;
+//! - a look at one process and at one file, and the drop of one file from all processes that map
+//!   it;
 //! - walks of the usage lists: for a report; for the choice of what to reclaim; at the end of a round
 //!   over all objects, to remove uses of pages that have gone; at its beginning, with `inode-share`,
 //!   over the lists of packs;
-//! - an answer: what uses an object, what images share, the files of an image, which reads all of its
-//!   metadata;
+//! - an answer: what uses an object, what images share, the files of an image, which reads all of
+//!   its metadata;
 //! - while the usage lists are more than half full, a count of each cgroup's share after a refresh
 //!   (0.3 s for a million lists).
 //!

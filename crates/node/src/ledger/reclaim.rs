@@ -434,7 +434,8 @@ mod tests {
     use crate::mount::RunDir;
 
     /// The daemon read no events while it reclaimed a trust domain, for as long as that took. Files
-    /// that were opened kept their mounts busy meanwhile, and what did not fit into the queue was lost.
+    /// that were opened kept their mounts busy meanwhile, and what did not fit into the queue was
+    /// lost.
     #[test]
     fn events_are_taken_between_the_steps_of_a_reclaim() {
         let root = tempfile::tempdir().unwrap();

@@ -413,19 +413,21 @@ fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> 
     Ok(files)
 }
 
-/// A failed question about one process has the default answer, unless this process had no room to ask.
+/// A failed question about one process has the default answer, unless this process had no room to
+/// ask.
 fn default_unless_exhausted<T: Default>(asked: io::Result<T>) -> io::Result<T> {
-    let is_want = |error: &io::Error| {
+    let is_exhausted = |error: &io::Error| {
         let errno = error.raw_os_error().map(Errno::from_raw_os_error);
         matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
     };
     match asked {
-        Err(error) if is_want(&error) => Err(error),
+        Err(error) if is_exhausted(&error) => Err(error),
         asked => Ok(asked.unwrap_or_default()),
     }
 }
 
-/// A loop device over a file below a directory of this mount namespace. Without `/sys` there is none.
+/// A loop device over a file below a directory of this mount namespace. Without `/sys` there is
+/// none.
 ///
 /// # Errors
 /// Those of listing all devices, and of one where this process has no room to ask.

@@ -188,8 +188,8 @@ fn note(
 }
 
 /// Ends a new container if it has not ended by itself, and waits for the process that runs it. One
-/// that failed leaves the profile before in place. Ctrl-C at a terminal ends the container, too: then
-/// it has not failed.
+/// that failed leaves the profile before in place. Ctrl-C at a terminal ends the container, too:
+/// then it has not failed.
 fn end(
     child: &mut Child,
     containers: &Containers<'_>,

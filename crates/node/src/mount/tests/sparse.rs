@@ -205,8 +205,8 @@ fn follower(from: &Path, to: &Path) -> (PathBuf, impl FnOnce() + use<>) {
     (root, end)
 }
 
-/// Without free descriptors nothing could be listed. That counted as no user, and a mount in use was
-/// detached.
+/// Without free descriptors nothing could be listed. That counted as no user, and a mount in use
+/// was detached.
 #[test]
 fn a_mount_stays_whose_users_cannot_be_listed() {
     needs_mounts!();
