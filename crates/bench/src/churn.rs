@@ -776,12 +776,15 @@ impl Churn<'_> {
     /// Lets so many containers come and go one after the other, from a cold start.
     fn leave(&mut self, containers: u32, warmed: bool, cancel: &Cancel) -> Result<Left> {
         cold_start()?;
-        // What the benchmark itself needs: the first containers would be charged for it.
-        OwnFiles::find()?.warm()?;
+        let own = OwnFiles::find()?;
+        own.warm()?;
         let dying_before = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
         self.commons = warmed.then(|| Commons::open(COMMONS, None)).transpose()?;
         for _ in 0..containers {
             cancel.check()?;
+            // The container's process is the benchmark's own program. What the kernel has reclaimed
+            // of it since would be charged to the container.
+            own.warm()?;
             self.begin()?;
             self.end_oldest()?;
         }
