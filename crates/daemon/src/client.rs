@@ -191,8 +191,8 @@ impl Client {
         }
     }
 
-    /// A daemon with too many connections lets others wait in the kernel's queue. When that is
-    /// full, connecting blocks for as long as the socket's timeout for sending.
+    /// A daemon that is stopped lets clients wait in the kernel's queue. When that is full,
+    /// connecting blocks for as long as the socket's timeout for sending.
     fn connect(&self) -> io::Result<UnixStream> {
         let address = SocketAddrUnix::new(&self.socket)?;
         let kind = (SocketType::STREAM, SocketFlags::CLOEXEC);

@@ -5,7 +5,7 @@
 pub mod fuzz;
 
 use std::convert::Infallible;
-use std::future::poll_fn;
+use std::future::{poll_fn, ready};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -29,12 +29,13 @@ use crate::auth::ReloadableAuth;
 pub(crate) type Reply = Response<Bytes>;
 
 /// Connections at one time: for each TCP address, where more wait in the kernel's queue; and at a
-/// unix socket for root and for all others, where more are answered with [`NO_ROOM`].
+/// unix socket for root and for all others, where more are refused.
 const CONNECTIONS_MAX: usize = 64;
-/// The answer to a client for which there is no connection.
-pub(crate) const NO_ROOM: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\n\
-    content-type: application/json\r\nconnection: close\r\n\r\n\
-    {\"error\":\"too many connections at this socket, try again later\"}\n";
+/// Connections at one time whose request is refused, because there is no room for them. Others end
+/// without an answer.
+const REFUSALS_MAX: usize = 64;
+/// How long such a client may take to send its request.
+const REFUSAL_TIME: Duration = Duration::from_secs(2);
 /// Clients at one time in a TLS handshake, or waiting for a permit after it, for each TCP address.
 const HANDSHAKES_MAX: usize = 64;
 /// Bytes of a request's head.
@@ -57,6 +58,7 @@ const UNIT: usize = 1 << 10;
 #[derive(Debug, Clone)]
 pub(crate) struct ConnectionLimits {
     connections: Arc<Semaphore>,
+    refusals: Arc<Semaphore>,
     handshakes: Arc<Semaphore>,
     unread: Arc<Semaphore>,
     /// Whether connections are to end.
@@ -75,6 +77,7 @@ impl ConnectionLimits {
     pub(crate) fn new() -> Self {
         Self {
             connections: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
+            refusals: Arc::new(Semaphore::new(REFUSALS_MAX)),
             handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
             unread: Arc::new(Semaphore::new(UNREAD_MAX / UNIT)),
             ending: watch::Sender::new(false),
@@ -91,6 +94,11 @@ impl ConnectionLimits {
     pub(crate) fn try_acquire(&self) -> Option<ConnectionPermit> {
         let connection = Arc::clone(&self.connections).try_acquire_owned().ok()?;
         Some(self.permit(connection))
+    }
+
+    /// A permit to refuse a connection.
+    pub(crate) fn try_acquire_refusal(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.refusals).try_acquire_owned().ok()
     }
 
     fn permit(&self, connection: OwnedSemaphorePermit) -> ConnectionPermit {
@@ -133,7 +141,7 @@ impl ConnectionPermit {
         let Ok(permit) = Arc::clone(&self.unread).try_acquire_many_owned(units) else {
             return crate::api::refusal(
                 StatusCode::SERVICE_UNAVAILABLE,
-                "clients have not read too many large answers",
+                "too many large answers are unread, try again later",
             );
         };
         answer.map(|bytes| Bytes::from_owner(Unread { bytes, _permit: permit }))
@@ -206,6 +214,22 @@ pub(crate) async fn serve(
             until = made + HEAD_TIME;
         }
     }
+}
+
+/// Refuses the request of a connection for which there is no room: an answer before the request would
+/// be an error to clients.
+pub(crate) async fn refuse(stream: impl AsyncRead + AsyncWrite + Unpin, api: Arc<Api>) {
+    let service = service_fn(|_: Request<Incoming>| {
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        api.metrics.count_request(status);
+        let answer = crate::api::refusal(status, "too many connections, try again later");
+        ready(Ok::<_, Infallible>(answer.map(Full::new)))
+    });
+    let connection = http1::Builder::new()
+        .keep_alive(false)
+        .max_buf_size(HEAD_MAX)
+        .serve_connection(TokioIo::new(stream), service);
+    let _ = tokio::time::timeout(REFUSAL_TIME, connection).await;
 }
 
 /// Answers the requests of one TCP connection, after the TLS handshake if there is TLS, and when

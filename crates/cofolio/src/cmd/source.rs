@@ -48,6 +48,8 @@ impl Source {
             Err(error @ ClientError::Denied { .. }) if context.needs_root().is_err() => {
                 return Err(error.into());
             }
+            // It knows more than this process would: it is only busy.
+            Err(error @ ClientError::Refused { .. }) => return Err(error.into()),
             served => served,
         };
         let store = Store::open(&context.global.store);

@@ -90,8 +90,9 @@ pub(super) struct IndexedDomain {
     pub(super) images: BTreeMap<Digest, Image>,
     /// Images that are not in `images` yet.
     missing: BTreeSet<Digest>,
-    /// Of these, the ones that could not be read. Each refresh tries them again, after the new ones.
-    pub(super) unreadable: BTreeSet<Digest>,
+    /// Of these, the ones that could not be read, and when it was tried last. Each refresh tries them
+    /// again after the new ones, as far as its budget goes.
+    pub(super) unreadable: BTreeMap<Digest, u32>,
     /// Its directories when `missing`, `names` and `deltas` were read; `None` if they are to be read
     /// again.
     listing: Option<Listing>,
@@ -136,7 +137,7 @@ impl IndexedDomain {
             is_unlisted: false,
             images: BTreeMap::new(),
             missing: BTreeSet::new(),
-            unreadable: BTreeSet::new(),
+            unreadable: BTreeMap::new(),
             listing: None,
             names: HashMap::new(),
             deltas: HashMap::new(),
@@ -288,7 +289,7 @@ impl Index {
     /// [`Error::Unreadable`] where it can still not be read.
     pub(super) fn has_image(&self, number: u16, image: &Digest) -> Result<bool, Error> {
         let known = &self.domains[usize::from(number)];
-        if known.unreadable.contains(image) {
+        if known.unreadable.contains_key(image) {
             known.named_by(image).map_err(|source| {
                 let what = format!("image {image} of trust domain {}", known.domain.name());
                 Error::Unreadable { what, source }
@@ -352,7 +353,7 @@ impl Index {
     }
 
     /// Takes up domains and images that came, and drops those that went. What does not fit into the
-    /// budget is left to the next call: all new images but one. Says whether nothing is left, and
+    /// budget is left to the next call: all new images but one. Says whether no new one is left, and
     /// gives the first [`Error::Io`] of a directory that cannot be listed: of what is in there,
     /// what was known stays. An image that cannot be read is no error. `now` is the time of
     /// [`Object::absent`].
@@ -387,11 +388,12 @@ impl Index {
             known.is_unlisted = listed.is_err();
             result = result.and(listed);
             let mut missing: Vec<_> = known.missing.iter().copied().collect();
-            missing.sort_by_key(|image| known.unreadable.contains(image));
+            missing.sort_by_key(|image| known.unreadable.get(image).copied());
             for image in missing {
                 // Listing may have taken all of the budget.
                 if added > 0 && budget.is_spent() {
-                    left += 1;
+                    // One that cannot be read would be left over again and again.
+                    left += usize::from(!self.domains[number].unreadable.contains_key(&image));
                 } else {
                     added += 1;
                     self.add(number, image, now);
@@ -433,13 +435,13 @@ impl Index {
         for image in gone {
             self.remove(number, &image);
         }
-        self.domains[number].unreadable.retain(is_present);
+        self.domains[number].unreadable.retain(|image, _| is_present(image));
     }
 
     fn add(&mut self, number: usize, digest: Digest, now: u32) {
         let domain = u16::try_from(number).unwrap_or(u16::MAX);
         let Ok(mut objects) = self.domains[number].named_by(&digest) else {
-            self.domains[number].unreadable.insert(digest);
+            self.domains[number].unreadable.insert(digest, now);
             return;
         };
         self.domains[number].unreadable.remove(&digest);

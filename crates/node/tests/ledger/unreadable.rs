@@ -104,6 +104,27 @@ fn an_image_that_cannot_be_read_is_no_missing_one() {
     assert!(ledger.files("default", &pair.images[0]).is_err());
 }
 
+/// Two images that could not be read were left over by each small refresh, so it was never complete,
+/// and the daemon took no figures any more.
+#[test]
+fn images_that_cannot_be_read_are_not_left_over() {
+    let test = "images_that_cannot_be_read_are_not_left_over";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    for image in &pair.images {
+        let path = pair.domain.image_path(image).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "torn").unwrap();
+    }
+    let mut ledger = pair.ledger();
+    let nothing = Budget::of(Duration::ZERO);
+    assert!(!ledger.refresh(&nothing).unwrap());
+    for _ in 0..3 {
+        assert!(ledger.refresh(&nothing).unwrap());
+    }
+    assert_eq!(ledger.report().unwrap().unknown.images, 2);
+}
+
 /// One trust domain that could not be listed refused samples and reclaims of all others.
 #[test]
 fn a_domain_that_cannot_be_listed_stops_no_other() {
