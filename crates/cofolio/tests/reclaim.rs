@@ -13,7 +13,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
+use cofolio_store::verity;
 use common::daemon::Daemon;
+use common::machine::{machine, until};
 use common::{Killed, Sandbox, can_mount, cgroup, run_with_input};
 
 /// Against hanging only.
@@ -84,6 +86,62 @@ fn by_command_and_by_daemon() {
     assert!(!ran.stderr.contains("no daemon"), "{}", ran.stderr);
     assert_eq!(cache::resident(&big), 0);
     read();
+}
+
+/// What another container's processes opened was dropped if they ended before the daemon could ask
+/// for their cgroup: it had no other user.
+#[test]
+fn what_unknown_processes_opened_stays() {
+    let test = "what_unknown_processes_opened_stays";
+    if !can_mount(test) {
+        return;
+    }
+    let Some(group) = cgroup(test) else { return };
+    let sandbox = Sandbox::new();
+    let (target, big) = mounted(&sandbox);
+    std::fs::read(&big).unwrap();
+    let daemon = Daemon::start(&sandbox, &["--period", "3600"]);
+    daemon.sample();
+    let file = format!("{target}/big");
+    let _opener = opener(&file, &group);
+    let container = path_of(&group);
+    let reclaim = ["reclaim", "--container", &container, "--dry-run", "--json"];
+    assert_eq!(sandbox.run(&reclaim).json()["objects"], 1);
+    // It has ended when its parent looks for it, and so has its cgroup's only process.
+    let run = "for i in 1 2 3 4 5 6 7 8 9; do cat \"$0\" >/dev/null; done";
+    assert!(Command::new("sh").args(["-c", run, &file]).status().unwrap().success());
+    assert_eq!(sandbox.run(&reclaim).json()["objects"], 0);
+    assert!(cache::resident(&big) > 0);
+}
+
+/// The mount tells in which container a process was that has ended.
+#[test]
+fn what_short_processes_open_is_their_containers() {
+    let test = "what_short_processes_open_is_their_containers";
+    let Some((machine, runtimes)) = machine(test) else { return };
+    let image = machine.run(&["inspect", "box:1", "--json"]).json();
+    let group = machine.object(image["image"].as_str().unwrap(), "/etc/group");
+    std::fs::read(&group).unwrap();
+    let daemon = Daemon::start(&machine, &["--period", "3600"]);
+    daemon.sample();
+    let cats = "for i in 1 2 3 4 5 6 7 8 9; do cat /etc/group >/dev/null; done";
+    let script = format!("echo up; read x; {cats}; read x");
+    let options = ["--interactive", "--name", "it"];
+    let mut run = machine.command(&machine.sh_args(runtimes[0], &options, &script));
+    let mut running = Killed::ready(run.stdin(Stdio::piped()), "up");
+    // Its shell is known from now on.
+    daemon.sample();
+    let unknown = || daemon.sample()["unknown"]["openers"].as_u64().unwrap();
+    let before = unknown();
+    std::io::Write::write_all(running.0.stdin.as_mut().unwrap(), b"\n").unwrap();
+    let object = verity::digest(&std::fs::read(&group).unwrap());
+    let users = format!("/v1/objects/default/{object}/users");
+    until("a user", || {
+        daemon.sample();
+        let users = daemon.json(&users)["users"].clone();
+        users.as_array().filter(|users| !users.is_empty()).map(|_| ())
+    });
+    assert_eq!(unknown(), before);
 }
 
 /// `top` showed for a whole period what had just been dropped.

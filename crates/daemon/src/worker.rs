@@ -141,7 +141,7 @@ impl Worker {
     /// step. Whoever may reclaim (root, or the group) may take the time that an answer needs. Answers
     /// to others have a share of their own, so they can delay nobody but each other.
     pub(crate) fn run(mut self, cancel: &Cancel, failed: &dyn Fn(&LedgerError)) {
-        let can_watch = self.ledger.opens().is_some();
+        let mut can_watch = self.ledger.opens().is_some();
         // Once without a bound: whoever asks first wants an answer.
         let first = self.ledger.sample_all().and_then(|()| self.report());
         first.err().iter().filter(|_| !cancel.is_cancelled()).for_each(failed);
@@ -159,11 +159,15 @@ impl Worker {
             let was_asked = self.answer_one(&mut answers);
             charged += thread_time().saturating_sub(before);
             pace.pass();
-            let may_watch = can_watch && Instant::now() >= watch_from;
-            if may_watch && let Err(error) = self.take_opens(&pace) {
-                failed(&error);
-                self.ledger.drop_opens();
-                watch_from = Instant::now() + due.period;
+            if Instant::now() >= watch_from {
+                let taken = self.take_opens(&pace);
+                if taken.is_err() {
+                    self.ledger.drop_opens();
+                    watch_from = Instant::now() + due.period;
+                }
+                // Heard of once: where the kernel has no fanotify, each try fails.
+                taken.as_ref().err().into_iter().filter(|_| can_watch).for_each(failed);
+                can_watch = self.ledger.opens().is_some() || (can_watch && taken.is_ok());
             }
             // With the last wait: opened files wake it often.
             let taken = thread_time();

@@ -11,11 +11,13 @@ use std::time::{Duration, Instant};
 use cofolio_store::Store;
 use cofolio_store::task::Cancel;
 use cofolio_sys::fanotify::{Event, Opens};
+use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
 use super::cgroup_ids::{self, CgroupIds};
 use super::charges::{COMMONS, Charges};
 use super::index::Index;
 use super::missed::Missed;
+use super::openers::Openers;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
@@ -24,7 +26,7 @@ use super::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown};
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
-use crate::processes;
+use crate::processes::{self, MOUNT_ID, mount_id};
 
 /// Processor time between two looks at the queue of opened files.
 pub(super) const SLICE: Duration = Duration::from_millis(20);
@@ -105,6 +107,9 @@ pub struct Ledger {
     has_lost_mounts: bool,
     /// Why mounts cannot be watched.
     pub(super) unwatched_mounts: Option<io::Error>,
+    pub(super) openers: Openers,
+    /// Why opened files cannot be watched.
+    pub(super) unwatched_opens: Option<String>,
     pub(super) first_opens: Option<FirstOpens>,
     started: Instant,
     /// Processes of this round that are still to be looked at.
@@ -145,6 +150,8 @@ impl Ledger {
             mount_events: None,
             has_lost_mounts: false,
             unwatched_mounts: None,
+            openers: Openers::default(),
+            unwatched_opens: None,
             first_opens: None,
             started: Instant::now(),
             round: Vec::new(),
@@ -184,7 +191,9 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Io`] where the kernel or the lack of privileges does not allow it.
     pub fn watch_opens(&mut self) -> Result<()> {
-        let opens = Opens::new().map_err(LedgerError::io("fanotify"))?;
+        let opens = Opens::new();
+        self.unwatched_opens = opens.as_ref().err().map(ToString::to_string);
+        let opens = opens.map_err(LedgerError::io("fanotify"))?;
         // The first mount would make the directory that is watched, too late to be seen.
         let _ = self.run.prepare();
         self.watch_mounts();
@@ -254,7 +263,11 @@ impl Ledger {
         self.forget_mounts(&changes);
         if let Some(opens) = &self.opens {
             self.unmarked = self.superblocks.mark_all(&self.root, opens, false);
+        } else if self.unwatched_opens.is_some() {
+            self.unmarked = self.superblocks.iter().count();
         }
+        // Another cgroup may get the number of one that has ended.
+        self.openers.retain_cgroups(|id| self.cgroups.is_user(id));
         if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.reparent_ended(hierarchy, &self.usage);
         }
@@ -273,6 +286,7 @@ impl Ledger {
         self.pressure.forget(&forgotten);
         self.superblocks.forget(&forgotten);
         self.first_opens.iter_mut().for_each(|it| it.forget(&forgotten));
+        self.openers.retain_objects(|id, _| !forgotten.contains(&id));
     }
 
     fn forget_mounts(&mut self, changes: &Changes) {
@@ -294,10 +308,10 @@ impl Ledger {
         if is_complete {
             self.of_residency.complete = self.of_residency.this;
             // Uses of pages that have gone since.
-            let Self { usage, index, .. } = self;
-            usage.retain(|it| {
-                index.object(it.object).is_some_and(|object| object.counts_use(it.time))
-            });
+            let Self { usage, openers, index, .. } = self;
+            let counts = |object, time| index.object(object).is_some_and(|it| it.counts_use(time));
+            usage.retain(|it| counts(it.object, it.time));
+            openers.retain_objects(counts);
         }
         is_complete
     }
@@ -375,6 +389,7 @@ impl Ledger {
     /// Notes what a process maps. Says whether all of it could be noted.
     fn note_mapped(&mut self, pid: u32, used: Vec<(SuperblockId, ObjectId)>) -> bool {
         let Some(cgroup) = self.cgroup_of(pid) else { return false };
+        self.learn_root(pid, cgroup);
         let mut fits = true;
         for (mount, object) in used {
             fits &= self.note_use(mount, cgroup, object);
@@ -418,7 +433,9 @@ impl Ledger {
         bytes < bytes_max && shares.have_room(path, bytes_max)
     }
 
-    fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {
+    /// The cgroup of a process. `None` if it has ended, cannot be read, or there is no room for the
+    /// cgroup.
+    pub(super) fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {
         let version = self.hierarchy.as_ref().map_or(Version::V2, Hierarchy::version);
         let path = cgroup::of_process(&self.root, pid, version).ok()?;
         let path = path.as_deref().unwrap_or("/");
@@ -506,24 +523,33 @@ impl Ledger {
                         continue;
                     }
                 };
-                let Ok(metadata) = file.metadata() else {
+                let mask = StatxFlags::BASIC_STATS | MOUNT_ID;
+                let Ok(found) = statx(&file, "", AtFlags::EMPTY_PATH, mask) else {
                     self.unknown.files += 1;
                     continue;
                 };
-                if !metadata.is_file() {
+                if !FileType::from_raw_mode(found.stx_mode.into()).is_file() {
                     continue;
                 }
                 let link = || fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
-                let found = self.superblocks.opened(Found::of(&metadata), link, &self.index);
-                let Some((mount, object)) = found else { continue };
-                let cgroup = *cgroups.entry(pid).or_insert_with(|| self.cgroup_of(pid));
+                let opened = self.superblocks.opened(Found::by(&found), link, &self.index);
+                let Some((mount, object)) = opened else { continue };
+                let cgroup = *cgroups.entry(pid).or_insert_with(|| {
+                    let cgroup = self.cgroup_of(pid)?;
+                    self.learn_root(pid, cgroup);
+                    Some(cgroup)
+                });
+                let cgroup = cgroup.or_else(|| self.openers.of_mount(mount_id(&found)));
                 if let Some(first) = &mut self.first_opens {
                     first.note(object, cgroup.and_then(|id| self.cgroups.path(id)));
                 }
                 match cgroup {
                     Some(cgroup) if self.note_use(mount, cgroup, object) => {}
                     Some(_) => self.unknown.files += 1,
-                    None => self.unknown.openers += 1,
+                    None => {
+                        self.unknown.openers += 1;
+                        self.openers.note_unknown(object, self.now());
+                    }
                 }
             }
             if budget.is_spent() || taken >= OPENS_MAX {

@@ -33,6 +33,7 @@ mod detail;
 mod index;
 mod live;
 mod missed;
+mod openers;
 mod pagemap;
 mod pressure;
 mod reclaim;

@@ -252,6 +252,7 @@ impl Ledger {
             }
             ControlFlow::<()>::Continue(())
         });
+        self.unknown_uses().for_each(|(object, _)| _ = objects.remove(&object));
         let objects = objects.into_iter().collect();
         Work { objects, bytes: u64::MAX, in_vain: 0, in_vain_max: u32::MAX }
     }

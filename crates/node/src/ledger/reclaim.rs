@@ -250,6 +250,9 @@ impl Ledger {
                 others.insert(usage.object);
             }
         });
+        // Nobody knows whether it was somebody else.
+        let unknown = self.unknown_uses();
+        others.extend(unknown.map(|(object, _)| object).filter(|it| ours.contains(it)));
         let (shared, objects) = objects.into_iter().partition(|id| others.contains(id));
         Candidates { objects, shared }
     }
@@ -268,6 +271,11 @@ impl Ledger {
                 users.several |= *users.cgroup.get_or_insert(usage.cgroup) != usage.cgroup;
             }
         });
+        for (object, time) in self.unknown_uses() {
+            let users = users.entry(object).or_default();
+            users.last = users.last.max(time);
+            users.several |= users.cgroup.is_some();
+        }
         let mut objects: Vec<_> = objects.filter(|id| self.resident_bytes(*id) > 0).collect();
         objects.sort_unstable_by_key(|id| (users.get(id).map_or(0, |users| users.last), *id));
         let (shared, objects) = objects.into_iter().partition(|id| is_shared(id, users.get(id)));

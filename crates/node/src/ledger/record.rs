@@ -47,6 +47,7 @@ impl Ledger {
         let domain = self.index.find_domain(domain)?.ok_or_else(missing)?;
         let cgroup = self.cgroup_of_container(container);
         let (seen, order) = (HashSet::new(), Vec::new());
+        self.learn_roots();
         self.first_opens = Some(FirstOpens { domain, cgroup, seen, order });
         Ok(())
     }

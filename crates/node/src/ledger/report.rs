@@ -70,7 +70,11 @@ impl Ledger {
         let of_mounts = self.unwatched_mounts.as_ref().map(|error| {
             format!("files opened right after a mount may be missed: inotify: {error}")
         });
-        missed.chain(of_mounts).collect()
+        let of_opens = self
+            .unwatched_opens
+            .as_ref()
+            .map(|error| format!("opened files are not seen, only mapped ones: fanotify: {error}"));
+        missed.chain(of_mounts).chain(of_opens).collect()
     }
 
     /// All images, by trust domain and digest.

@@ -184,8 +184,11 @@ fn loses_opens() {
     let none_free = Rlimit { current: Some(u64::from(free)), maximum: before.maximum };
     setrlimit(Resource::Nofile, none_free).unwrap();
     let taken = ledger.take_opens(&Budget::UNLIMITED);
+    let mut blind = pair.ledger();
+    let watched = blind.watch_opens();
     setrlimit(Resource::Nofile, before).unwrap();
     taken.unwrap();
+    watched.unwrap_err();
     let unknown = |ledger: &Ledger| ledger.report().unwrap().unknown;
     assert!(unknown(&ledger).files > 0);
     drop(opener);
@@ -201,5 +204,17 @@ fn loses_opens() {
     fs::read(two.join("deep/own")).unwrap();
     assert_eq!(users(&mut ledger, &pair)[2], 1);
     drop(opener);
+
+    // A daemon for which opened files could not be watched said so once, and its figures had nothing
+    // unknown.
+    let says = |ledger: &mut Ledger| {
+        ledger.sample_all().unwrap();
+        let report = ledger.report().unwrap();
+        let is_said = |warning: &String| warning.starts_with("opened files are not seen");
+        (report.unknown.mounts, report.warnings.iter().any(is_said))
+    };
+    assert_eq!(says(&mut blind), (1, true));
+    blind.watch_opens().unwrap();
+    assert_eq!(says(&mut blind), (0, false));
     pair.umount(&two);
 }

@@ -39,12 +39,11 @@ use std::fs;
 use std::hash::BuildHasher as _;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cofolio_store::Digest;
-use rustix::fs::{AtFlags, CWD, StatxFlags};
+use rustix::fs::{AtFlags, CWD, Statx, StatxFlags};
 
 use self::adopted::Sighting;
 use self::look::Look;
@@ -66,18 +65,16 @@ pub(super) struct Found {
 }
 
 impl Found {
-    pub(super) fn of(metadata: &fs::Metadata) -> Self {
-        let device = (rustix::fs::major(metadata.dev()), rustix::fs::minor(metadata.dev()));
-        Self { device, inode: metadata.ino(), size: metadata.size() }
-    }
-
     /// Looks at `path` below `dir`, at `dir` itself if it is empty. A FUSE server is not asked: it
     /// need not answer.
     fn at(dir: impl AsFd, path: &Path, flags: AtFlags) -> rustix::io::Result<Self> {
         let flags = flags | AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
-        let found = rustix::fs::statx(dir, path, flags, StatxFlags::BASIC_STATS)?;
+        Ok(Self::by(&rustix::fs::statx(dir, path, flags, StatxFlags::BASIC_STATS)?))
+    }
+
+    pub(super) fn by(found: &Statx) -> Self {
         let device = (found.stx_dev_major, found.stx_dev_minor);
-        Ok(Self { device, inode: found.stx_ino, size: found.stx_size })
+        Self { device, inode: found.stx_ino, size: found.stx_size }
     }
 }
 
