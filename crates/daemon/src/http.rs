@@ -216,8 +216,8 @@ pub(crate) async fn serve(
     }
 }
 
-/// Refuses the request of a connection for which there is no room: an answer before the request would
-/// be an error to clients.
+/// Refuses the request of a connection for which there is no room: an answer before the request
+/// would be an error to clients.
 pub(crate) async fn refuse(stream: impl AsyncRead + AsyncWrite + Unpin, api: Arc<Api>) {
     let service = service_fn(|_: Request<Incoming>| {
         let status = StatusCode::SERVICE_UNAVAILABLE;

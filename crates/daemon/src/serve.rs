@@ -421,8 +421,8 @@ mod tests {
     use super::*;
 
     /// A member of the socket's group with 64 silent connections kept root from being served until
-    /// they ended. Later whoever found no room was answered before asking, which clients took for an
-    /// error of the protocol.
+    /// they ended. Later whoever found no room was answered before asking, which clients took for
+    /// an error of the protocol.
     #[test]
     fn connections_of_others_leave_room_for_root() {
         if !rustix::process::geteuid().is_root() {

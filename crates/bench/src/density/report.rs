@@ -53,9 +53,10 @@ struct Ratio {
     found_further: Option<Spread>,
     found_by_charge: Option<Spread>,
     found_further_by_charge: Option<Spread>,
-    /// By `/proc/meminfo`, with page cache and buffers; and kernel memory when caches are dropped.
+    /// By `/proc/meminfo`, with page cache, buffers and shared memory, in which the mounts' records
+    /// are; and kernel memory when caches are dropped.
     /// No goal is of these.
-    with_page_cache: Option<Spread>,
+    with_pages: Option<Spread>,
     held: Option<Spread>,
 }
 
@@ -160,7 +161,7 @@ impl Report {
 
     /// As a table for people.
     pub(super) fn table(&self) -> String {
-        const KINDS: [(&str, &str); 8] = [
+        const KINDS: [(&str, &str); 9] = [
             ("slab, reclaimable", "slab_reclaimable"),
             ("unreclaimable", "slab_unreclaimable"),
             ("percpu", "percpu"),
@@ -169,6 +170,7 @@ impl Report {
             ("kernel", "kernel"),
             ("page cache", "page_cache"),
             ("buffers", "buffers"),
+            ("shared memory", "shmem"),
         ];
         let mut text = format!(
             "{} containers of {} images, {} files each; memory cgroup {}.\n\
@@ -226,7 +228,7 @@ impl Report {
         }
         if !self.ratios.is_empty() {
             text += "\nMedians of the rounds' ratios, least and most. The goals are of the larger of *found* and *by charge*.\n\n";
-            text += "| kernel memory per container | found | each further | by charge | each further | with page cache and buffers | held |\n";
+            text += "| kernel memory per container | found | each further | by charge | each further | with page cache, buffers and shared memory | held |\n";
             text += "|---|--:|--:|--:|--:|--:|--:|\n";
         }
         let shown = |ratio: Option<Spread>| {
@@ -240,7 +242,7 @@ impl Report {
                 ratio.found_further,
                 ratio.found_by_charge,
                 ratio.found_further_by_charge,
-                ratio.with_page_cache,
+                ratio.with_pages,
                 ratio.held,
             ];
             let figures = figures.map(shown).join(" | ");
@@ -270,8 +272,9 @@ fn ratios(rounds: &[Round]) -> Vec<Ratio> {
             found_further: spread(&|it| Some(it.growth["kernel"] - it.first["kernel"])),
             found_by_charge: spread(&|it| it.charged),
             found_further_by_charge: spread(&|it| Some(it.charged? - it.first_charged?)),
-            with_page_cache: spread(&|it| {
-                ["kernel", "page_cache", "buffers"].iter().map(|kind| it.growth.get(kind)).sum()
+            with_pages: spread(&|it| {
+                const KINDS: [&str; 4] = ["kernel", "page_cache", "buffers", "shmem"];
+                KINDS.iter().map(|kind| it.growth.get(kind)).sum()
             }),
             held: spread(&|it| it.held.get("kernel").copied()),
         })

@@ -90,8 +90,8 @@ pub(super) struct IndexedDomain {
     pub(super) images: BTreeMap<Digest, Image>,
     /// Images that are not in `images` yet.
     missing: BTreeSet<Digest>,
-    /// Of these, the ones that could not be read, and when it was tried last. Each refresh tries them
-    /// again after the new ones, as far as its budget goes.
+    /// Of these, the ones that could not be read, and when it was tried last. Each refresh tries
+    /// them again after the new ones, as far as its budget goes.
     pub(super) unreadable: BTreeMap<Digest, u32>,
     /// Its directories when `missing`, `names` and `deltas` were read; `None` if they are to be read
     /// again.
@@ -353,8 +353,8 @@ impl Index {
     }
 
     /// Takes up domains and images that came, and drops those that went. What does not fit into the
-    /// budget is left to the next call: all new images but one. Says whether no new one is left, and
-    /// gives the first [`Error::Io`] of a directory that cannot be listed: of what is in there,
+    /// budget is left to the next call: all new images but one. Says whether no new one is left,
+    /// and gives the first [`Error::Io`] of a directory that cannot be listed: of what is in there,
     /// what was known stays. An image that cannot be read is no error. `now` is the time of
     /// [`Object::absent`].
     pub(super) fn refresh(&mut self, now: u32, budget: &Budget) -> (bool, Result<(), Error>) {

@@ -67,7 +67,8 @@ impl Ledger {
         })
     }
 
-    /// Learns from all processes of which cgroups their roots are, before files are opened that are to be told apart.
+    /// Learns from all processes of which cgroups their roots are, before files are opened that are
+    /// to be told apart.
     pub(super) fn learn_roots(&mut self) {
         for pid in processes::all(&self.root).unwrap_or_default() {
             if let Some(cgroup) = self.cgroup_of(pid) {

@@ -205,8 +205,8 @@ fn loses_opens() {
     assert_eq!(users(&mut ledger, &pair)[2], 1);
     drop(opener);
 
-    // A daemon for which opened files could not be watched said so once, and its figures had nothing
-    // unknown.
+    // A daemon for which opened files could not be watched said so once, and its figures had
+    // nothing unknown.
     let says = |ledger: &mut Ledger| {
         ledger.sample_all().unwrap();
         let report = ledger.report().unwrap();

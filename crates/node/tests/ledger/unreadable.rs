@@ -104,8 +104,8 @@ fn an_image_that_cannot_be_read_is_no_missing_one() {
     assert!(ledger.files("default", &pair.images[0]).is_err());
 }
 
-/// Two images that could not be read were left over by each small refresh, so it was never complete,
-/// and the daemon took no figures any more.
+/// Two images that could not be read were left over by each small refresh, so it was never
+/// complete, and the daemon took no figures any more.
 #[test]
 fn images_that_cannot_be_read_are_not_left_over() {
     let test = "images_that_cannot_be_read_are_not_left_over";
