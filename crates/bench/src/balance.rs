@@ -20,7 +20,7 @@ use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::Hierarchy,
-    ledger::{Ledger, residency},
+    ledger::Ledger,
     mount::{Access, MountRecord, MountRequest, Mounter, RunDir, UmountOptions},
 };
 use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, task::Cancel};
@@ -34,6 +34,7 @@ use crate::measure::{OwnFiles, SETTLE_MAX, cold_start, delta, read_memory, wait_
 use crate::memory::Memory;
 use crate::place::{Place, PlaceArgs};
 use crate::report;
+use crate::residency;
 use crate::share;
 
 /// The machine's page cache, item by item

@@ -15,6 +15,7 @@ mod place;
 mod read;
 mod reader;
 mod report;
+mod residency;
 mod runtime;
 mod setup;
 mod share;

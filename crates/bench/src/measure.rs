@@ -13,13 +13,13 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use cofolio_node::cgroup::{Cgroup, Charge, Hierarchy};
-use cofolio_node::ledger::residency::{self, Residency};
 use cofolio_sys::cache::{self, page_size};
 use serde::Serialize;
 
 use super::{
     memory::Memory,
     reader::{self, Mode},
+    residency::{self, Residency},
     setup::Setup,
     source::Content,
 };

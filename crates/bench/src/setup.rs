@@ -12,16 +12,13 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use cofolio_image::pack::ImageContents;
+use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::settings::{Backend, DomainSettings as _};
-use cofolio_node::{
-    ledger::residency,
-    mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
-};
 use cofolio_store::{Digest, Domain};
 use rustix::mount::UnmountFlags;
 
 use super::{
-    measure,
+    measure, residency,
     source::{self, About, Expected, Unpacked},
 };
 

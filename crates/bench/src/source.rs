@@ -13,10 +13,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use cofolio_node::ledger::residency;
 use cofolio_store::{Digest, verity};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
+
+use super::residency;
 
 /// SHA-256 of a file's content.
 pub(super) type ContentHash = [u8; 32];

@@ -39,7 +39,6 @@ mod pressure;
 mod reclaim;
 mod record;
 mod report;
-pub mod residency;
 mod shares;
 pub mod sharing;
 mod superblocks;

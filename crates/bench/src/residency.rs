@@ -1,40 +1,36 @@
 //! How much of a file is in the page cache.
 
-use std::{fs::File, path::Path};
+use std::{fs::File, io, path::Path};
 
+use anyhow::{Context as _, Result};
 use cofolio_sys::cache::{self, FileMap};
 use serde::Serialize;
 
-use super::{LedgerError, Result};
-
 /// Pages of one file, or of many added up. A page is [`cache::page_size`] bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct Residency {
+pub(crate) struct Residency {
     /// Pages that the contents fill: the size, rounded up.
-    pub pages: u64,
+    pub(crate) pages: u64,
     /// Of these, the ones in the page cache.
-    pub resident: u64,
+    pub(crate) resident: u64,
 }
 
 /// How many pages a file of `size` bytes fills.
-pub fn pages_of(size: u64) -> u64 {
+pub(crate) fn pages_of(size: u64) -> u64 {
     size.div_ceil(cache::page_size())
 }
 
 /// Asks mincore(2), through a mapping, which pages of a regular file are resident, wherever they
 /// are: under overlayfs in the lower file, under EROFS `inode_share` in the shared inode. This
 /// loads the file's inode but none of its pages.
-///
-/// # Errors
-/// [`LedgerError::Io`] when the file cannot be opened or mapped.
-pub fn mincore(path: &Path) -> Result<Residency> {
-    let ask = || {
+pub(crate) fn mincore(path: &Path) -> Result<Residency> {
+    let ask = || -> io::Result<Residency> {
         let file = File::open(path)?;
         let size = file.metadata()?.len();
         let resident = FileMap::new(&file, size)?.resident_pages()?;
         Ok(Residency { pages: pages_of(size), resident })
     };
-    ask().map_err(LedgerError::io(path))
+    ask().with_context(|| format!("cannot look at the pages of {}", path.display()))
 }
 
 #[cfg(test)]
