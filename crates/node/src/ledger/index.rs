@@ -531,7 +531,8 @@ impl Index {
 
     /// Looks how much of each object and of metadata is resident, beginning where the last call
     /// ended, until all was looked at once or the budget is spent: at one file at least. Says
-    /// whether it came to the end of a round. `page_files` are the files that hold the pages of objects in place of the store's.
+    /// whether it came to the end of a round. `page_files` are the files that hold the pages of
+    /// objects in place of the store's.
     pub(super) fn sample(
         &mut self,
         now: u32,
@@ -549,62 +550,81 @@ impl Index {
             if self.next > first && budget.is_spent() {
                 return false;
             }
-            let object = &self.objects[self.next];
+            let id = ObjectId(u32::try_from(self.next).unwrap_or(u32::MAX));
             self.next += 1;
-            let Some(directory) = directories.get(object.domain as usize) else { continue };
-            if object.images == 0 {
-                continue;
-            }
-            let id = ObjectId(u32::try_from(self.next - 1).unwrap_or(u32::MAX));
-            let page_file = page_files.get(&id);
-            let file = match (page_file, directory) {
-                (Some(path), _) => File::open(path),
-                (None, Err(error)) => Err((*error).into()),
-                (None, Ok(directory)) => {
-                    // Relative to the directory: that takes half the time.
-                    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                    let path = object.digest.object_path();
-                    openat(directory, path, flags, Mode::empty())
-                        .map(File::from)
-                        .map_err(Into::into)
-                }
-            };
-            let size = object.size;
-            let looked = file.and_then(|file| {
-                let pages = match page_file {
-                    Some(_) => FileMap::new(&file, size)?.resident_pages()?,
-                    None => cache::resident_pages(&file, size)?,
-                };
-                Ok((Some(file), pages))
-            });
-            let (file, pages) = match looked {
-                Ok(found) => found,
-                Err(error) => {
-                    let domain = &self.domains[object.domain as usize].domain;
-                    self.missed.add(|| match (directory, domain.objects_dir()) {
-                        (Err(_), Some(path)) => format!("{}: {error}", path.display()),
-                        _ => format!("object {}: {error}", object.digest),
-                    });
-                    // A missing object has no pages. A missing directory says nothing of what was in
-                    // it, and of a mount that went another one may show the same pages.
-                    let is_missing = error.kind() == io::ErrorKind::NotFound;
-                    if !is_missing || directory.is_err() || page_file.is_some() {
-                        continue;
-                    }
-                    (None, 0)
-                }
-            };
-            let is_counted = pages == u64::from(object.resident_pages)
-                && charges.still_hold(object.commons_pages, object.counted);
-            self.set_resident(id, pages, now);
-            if let (false, Some(file)) = (is_counted, file)
-                && let Ok(pages) = charges.commons_pages(file, size)
-            {
-                let object = &mut self.objects[self.next - 1];
-                object.commons_pages = u32::try_from(pages).unwrap_or(u32::MAX);
-                object.counted = charges.epoch;
+            let object = self.object(id);
+            if let Some(directory) = object.and_then(|it| directories.get(it.domain as usize)) {
+                self.look_at(id, directory, page_files.get(&id), charges, now);
             }
         }
+        if !self.count_metadata(budget) {
+            return false;
+        }
+        (self.next, self.next_domain) = (0, 0);
+        self.unseen = std::mem::take(&mut self.missed);
+        true
+    }
+
+    /// Looks how much of an object is resident. `directory` is that of its domain's objects,
+    /// `page_file` the file that holds its pages in place of the store's.
+    fn look_at(
+        &mut self,
+        id: ObjectId,
+        directory: &rustix::io::Result<OwnedFd>,
+        page_file: Option<&PathBuf>,
+        charges: &Charges,
+        now: u32,
+    ) {
+        let object = &self.objects[id.0 as usize];
+        let file = match (page_file, directory) {
+            (Some(path), _) => File::open(path),
+            (None, Err(error)) => Err((*error).into()),
+            (None, Ok(directory)) => {
+                // Relative to the directory: that takes half the time.
+                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let opened = openat(directory, object.digest.object_path(), flags, Mode::empty());
+                opened.map(File::from).map_err(Into::into)
+            }
+        };
+        let size = object.size;
+        let looked = file.and_then(|file| {
+            let pages = match page_file {
+                Some(_) => FileMap::new(&file, size)?.resident_pages()?,
+                None => cache::resident_pages(&file, size)?,
+            };
+            Ok((Some(file), pages))
+        });
+        let (file, pages) = match looked {
+            Ok(found) => found,
+            Err(error) => {
+                let domain = &self.domains[object.domain as usize].domain;
+                self.missed.add(|| match (directory, domain.objects_dir()) {
+                    (Err(_), Some(path)) => format!("{}: {error}", path.display()),
+                    _ => format!("object {}: {error}", object.digest),
+                });
+                // A missing object has no pages. A missing directory says nothing of what was in
+                // it, and of a mount that went another one may show the same pages.
+                let is_missing = error.kind() == io::ErrorKind::NotFound;
+                if !is_missing || directory.is_err() || page_file.is_some() {
+                    return;
+                }
+                (None, 0)
+            }
+        };
+        let is_counted = pages == u64::from(object.resident_pages)
+            && charges.still_hold(object.commons_pages, object.counted);
+        self.set_resident(id, pages, now);
+        if let (false, Some(file)) = (is_counted, file)
+            && let Ok(pages) = charges.commons_pages(file, size)
+        {
+            let object = &mut self.objects[id.0 as usize];
+            object.commons_pages = u32::try_from(pages).unwrap_or(u32::MAX);
+            object.counted = charges.epoch;
+        }
+    }
+
+    /// Counts metadata from where the last call ended. Says whether that is complete.
+    fn count_metadata(&mut self, budget: &Budget) -> bool {
         while let Some(known) = self.domains.get_mut(self.next_domain) {
             match known.count_metadata(budget) {
                 Ok(false) => return false,
@@ -617,8 +637,6 @@ impl Index {
             }
             self.next_domain += 1;
         }
-        (self.next, self.next_domain) = (0, 0);
-        self.unseen = std::mem::take(&mut self.missed);
         true
     }
 }
