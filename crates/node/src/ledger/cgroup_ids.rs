@@ -64,8 +64,10 @@ impl CgroupIds {
     /// for it. `inode` is [that](inode) of its directory now: with another one than before, the
     /// cgroup before it has ended.
     pub(super) fn number(&mut self, path: &str, inode: Option<u64>) -> Option<CgroupId> {
-        // So the kernel writes that a process is in one that was removed.
-        let path = path.strip_suffix(" (deleted)").unwrap_or(path);
+        // The kernel appends this to the path of a removed cgroup. One that exists may have it in its
+        // name.
+        let removed = path.strip_suffix(" (deleted)").filter(|_| inode.is_none());
+        let path = removed.unwrap_or(path);
         if let Some(known) = self.users.get(path).copied() {
             if inode.is_none() || self.slot(known).is_none_or(|it| it.inode == inode) {
                 return Some(known);
@@ -270,6 +272,28 @@ mod tests {
         assert_eq!(entries(&usage, &ids, "/a"), 1);
         assert_eq!(usage.count_of_cgroup(after).entries, 0);
         assert_eq!(ids.number("/a/b", None), Some(after));
+    }
+
+    /// A process in a cgroup named `a (deleted)` counted as one in `a`. The inode number was another
+    /// one, so each look at that process ended `a`, and the policy dropped what `a` still used.
+    #[test]
+    fn cgroup_whose_name_ends_in_deleted_leaves_its_neighbour_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let hierarchy = Hierarchy::at(Version::V2, root.path());
+        let mut ids = CgroupIds::default();
+        let mut number = |path: &str| {
+            fs::create_dir(root.path().join(path)).unwrap();
+            ids.number(path, inode(&hierarchy, path).unwrap()).unwrap()
+        };
+        let (a, other) = (number("a"), number("a (deleted)"));
+        assert_ne!(a, other);
+        assert_eq!(ids.ended(), []);
+        assert!(ids.is_user(a) && ids.is_user(other));
+        // Of a process that is still in it.
+        fs::remove_dir(root.path().join("a (deleted)")).unwrap();
+        assert_eq!(ids.number("a (deleted) (deleted)", None), Some(other));
+        assert_eq!(ids.number("a (deleted)", None), Some(a));
+        assert_eq!(ids.ended(), []);
     }
 
     /// Any error of a look at a cgroup ended it, and with it all of its uses.
