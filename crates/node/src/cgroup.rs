@@ -11,6 +11,7 @@ use std::time::Duration;
 use std::{fs, io, thread};
 
 use cofolio_sys::cache::FileMap;
+use rustix::io::Errno;
 use serde::Serialize;
 
 use crate::config::Size;
@@ -205,17 +206,33 @@ impl Hierarchy {
     }
 
     /// The processes in a cgroup and in those below it. What vanishes meanwhile has none.
-    pub(crate) fn processes(&self, cgroup: &str) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// Those of reading its files: `EOPNOTSUPP` for a threaded cgroup of version 2, which has no
+    /// list of processes.
+    pub(crate) fn processes(&self, cgroup: &str) -> io::Result<Vec<u32>> {
         let mut found = Vec::new();
         let mut open = vec![self.directory(cgroup)];
         while let Some(directory) = open.pop() {
-            let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
-            found.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
-            let entries = fs::read_dir(&directory).into_iter().flatten().flatten();
-            let is_dir = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|it| it.is_dir());
-            open.extend(entries.filter(is_dir).map(|entry| entry.path()));
+            let listed = fs::read_to_string(directory.join("cgroup.procs")).and_then(|text| {
+                found.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
+                for entry in fs::read_dir(&directory)? {
+                    let entry = entry?;
+                    if entry.file_type()?.is_dir() {
+                        open.push(entry.path());
+                    }
+                }
+                Ok(())
+            });
+            // `ENODEV`: it was removed after its file was opened.
+            let has_gone = |error| matches!(error, Some(Errno::NOENT | Errno::NODEV));
+            if let Err(error) = listed
+                && !has_gone(Errno::from_io_error(&error))
+            {
+                return Err(error);
+            }
         }
-        found
+        Ok(found)
     }
 
     /// Removes a cgroup that a killed process [made](Self::create), if it exists.

@@ -291,10 +291,14 @@ impl Ledger {
     ) -> Mappings {
         let wanted: HashSet<ObjectId> = objects.iter().copied().collect();
         let pids = match (scope, &self.hierarchy) {
-            (Scope::Cgroups(path, _), Ok(hierarchy)) if !with_others => hierarchy.processes(path),
-            _ => processes::all(&self.root).unwrap_or_default(),
+            (Scope::Cgroups(path, _), Ok(hierarchy)) if !with_others => {
+                hierarchy.processes(path).or_else(|_| processes::all(&self.root))
+            }
+            _ => processes::all(&self.root),
         };
-        let (mut found, mut steps_left) = (Mappings::default(), STEPS_MAX);
+        // If none can be listed, nobody knows how many there are: at least one.
+        let (unread, pids) = (u64::from(pids.is_err()), pids.unwrap_or_default());
+        let (mut found, mut steps_left) = (Mappings { unread, ..Mappings::default() }, STEPS_MAX);
         let mut slice = Budget::of(SLICE);
         for pid in pids {
             if self.cancel.is_cancelled() {
@@ -439,7 +443,33 @@ mod tests {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
+    use crate::cgroup::{Hierarchy, Version};
     use crate::mount::RunDir;
+
+    /// If the processes of a cgroup could not be listed, it had none: a reclaim said that all were
+    /// looked at, and that what they map was locked or read again.
+    #[test]
+    fn processes_that_cannot_be_listed_are_unread() {
+        let root = tempfile::tempdir().unwrap();
+        let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
+        let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
+        ledger.root = root.path().to_owned();
+        ledger.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
+        // A directory cannot be read, like that file of a threaded cgroup.
+        fs::create_dir_all(root.path().join("cgroup/threaded/cgroup.procs")).unwrap();
+        let mut unread = |cgroup: &str| {
+            let scope = Scope::Cgroups(cgroup.to_owned(), HashSet::new());
+            ledger.mappings(&scope, false, &[ObjectId(0)]).unread
+        };
+        assert_eq!(unread("/removed"), 0);
+        assert_eq!(unread("/threaded"), 1);
+        // All processes are looked at instead. These cannot be.
+        for pid in [1, 2] {
+            fs::create_dir_all(processes::directory(root.path(), pid)).unwrap();
+        }
+        assert_eq!(unread("/threaded"), 2);
+        assert_eq!(unread("/removed"), 0);
+    }
 
     /// The daemon read no events while it reclaimed a trust domain, for as long as that took. Files
     /// that were opened kept their mounts busy meanwhile, and what did not fit into the queue was
