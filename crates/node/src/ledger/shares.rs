@@ -13,7 +13,7 @@
 
 use std::collections::HashMap;
 
-/// Cgroups further below have no share of their own.
+/// Levels that [`from_the_top`] gives: a path can have thousands.
 const DEPTH_MAX: usize = 8;
 
 /// Bytes that each cgroup holds with all below it.
@@ -25,7 +25,7 @@ pub(super) struct Shares {
 impl Shares {
     /// Adds what a cgroup itself holds.
     pub(super) fn add(&mut self, path: &str, bytes: u64) {
-        for top in from_the_top(path).take(DEPTH_MAX) {
+        for top in from_the_top(path) {
             match self.held.get_mut(top) {
                 Some(held) => *held += bytes,
                 None => _ = self.held.insert(top.into(), bytes),
@@ -36,7 +36,7 @@ impl Shares {
     /// Whether a cgroup may hold more of a limit.
     pub(super) fn have_room(&self, path: &str, bytes_max: u64) -> bool {
         let mut share = bytes_max;
-        from_the_top(path).take(DEPTH_MAX).all(|top| {
+        from_the_top(path).all(|top| {
             share -= share / 4;
             self.held.get(top).is_none_or(|held| *held < share)
         })
@@ -51,10 +51,11 @@ impl<'p> FromIterator<(&'p str, u64)> for Shares {
     }
 }
 
-/// `/a` and `/a/b`, without the root of the hierarchy.
+/// `/a` and `/a/b`, without the root of the hierarchy: the eight topmost cgroups on the way to one.
+/// Those further below have no share of their own.
 pub(super) fn from_the_top(path: &str) -> impl Iterator<Item = &str> {
     let ends = path.match_indices('/').map(|(at, _)| at).chain([path.len()]);
-    ends.map(|end| &path[..end]).filter(|it| it.len() > 1)
+    ends.map(|end| &path[..end]).filter(|it| it.len() > 1).take(DEPTH_MAX)
 }
 
 #[cfg(test)]
