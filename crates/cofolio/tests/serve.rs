@@ -20,6 +20,7 @@ use std::time::Duration;
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, UsedImage};
 use common::daemon::{Daemon, request};
 use common::{Killed, Sandbox, can_mount, cgroup, skip};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// Types by the path of a field, as `docs/API.md` writes both.
@@ -407,6 +408,29 @@ fn it_says_that_it_listens_once_it_listens_everywhere() {
     let ran = sandbox.run(&["serve", "--listen", "127.0.0.1:0"]);
     ran.refused("is no socket");
     assert!(!ran.stderr.contains("listening at"), "{}", ran.stderr);
+}
+
+/// Standard error was a full pipe that nobody read. A daemon that was started so listened and never
+/// answered, and one that reloaded its settings stopped to answer. SIGTERM did not end it.
+#[test]
+fn unread_standard_error_stops_nothing() {
+    if !can_mount("unread_standard_error_stops_nothing") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let (_reader, mut full) = std::io::pipe().unwrap();
+    let size = rustix::pipe::fcntl_getpipe_size(&full).unwrap();
+    full.write_all(&vec![b'\n'; size]).unwrap();
+    let mut daemon = Killed::start(sandbox.command(&["serve"]).stderr(full));
+    let socket = sandbox.path("run/cofolio.sock");
+    let stream = common::machine::until("it listens", || UnixStream::connect(&socket).ok());
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    assert_eq!(request(stream, "GET /v1/version HTTP/1.0\r\n\r\n").0, 200);
+    let pid = Pid::from_child(&daemon.0);
+    kill_process(pid, Signal::HUP).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    let status = common::machine::until("it ends", || daemon.0.try_wait().unwrap());
+    assert!(status.success(), "{status}");
 }
 
 /// A reload ignored a new address without a word.

@@ -6,6 +6,8 @@ use std::time::Duration;
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
 use cofolio_node::config::{Config, DEFAULT_PATH, Daemon, Loaded};
 use cofolio_node::ledger::ReclaimPolicy;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::pipe::PIPE_BUF;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -59,8 +61,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         },
         settings: settings(args, &context.config.config),
     };
-    // Whoever reads standard error may go, and the daemon stays.
-    let say = |said: &str| _ = writeln!(std::io::stderr(), "cofolio: {said}");
     let reload = || {
         let path = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
         let new = match Loaded::read(path).map_err(|error| error.to_string())? {
@@ -78,6 +78,20 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     cofolio_daemon::serve(options, &reload, &say)?;
     Ok(Exit::Ok)
+}
+
+/// Writes a line to standard error, unless that would wait or fail: whoever reads it may have
+/// stopped or gone, and the daemon stays.
+fn say(said: &str) {
+    let mut line = format!("cofolio: {said}").into_bytes();
+    // A pipe that takes anything at all takes this much at once.
+    line.truncate(PIPE_BUF - 1);
+    line.push(b'\n');
+    let mut stderr = std::io::stderr().lock();
+    let mut writable = [PollFd::new(&stderr, PollFlags::OUT)];
+    if poll(&mut writable, Some(&Timespec::default())) == Ok(1) {
+        let _ = stderr.write(&line);
+    }
 }
 
 /// Keys of `[daemon]` with a new value that a reload does not apply. Options come before the file.
