@@ -18,9 +18,8 @@ use crate::mount::{MountPhase, Mounter};
 
 /// How long a container may take to end before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
-/// How often the process of a container is looked for after the container was stopped. With
-/// [`STOP_INTERVAL`] it has a minute to remove the container.
-const STOPS_MAX: u32 = if cfg!(test) { 5 } else { 600 };
+/// For how long a container is stopped again while its process goes on: that has to remove it.
+const STOP_TIME: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 const STOP_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The container that is recorded.
@@ -204,15 +203,18 @@ fn end(
             false => Err(ProfileError::Failed(status)),
         };
     }
-    let mut stopped = Ok(());
-    for _ in 0..STOPS_MAX {
-        stopped = containers.stop(name, STOP_PATIENCE);
+    let start = Instant::now();
+    loop {
+        let stopped = containers.stop(name, STOP_PATIENCE);
         if child.try_wait().map_err(ProfileError::Process)?.is_some() {
             return Ok(());
         }
+        if start.elapsed() >= STOP_TIME {
+            stopped?;
+            return Err(RunError::StillRunning(name.to_owned()).into());
+        }
         std::thread::sleep(STOP_INTERVAL);
     }
-    Err(stopped.err().unwrap_or_else(|| RunError::StillRunning(name.to_owned())).into())
 }
 
 #[cfg(test)]
