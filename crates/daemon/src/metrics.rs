@@ -193,9 +193,13 @@ impl Figures {
             ("processes_age", "Age of the oldest look at a process", now(processes_age_seconds)),
             ("start_timestamp", "When the daemon started", self.upkeep.started),
             ("period", "From one report to the next", self.period),
-            ("gc_completed_timestamp", "Oldest completion over all domains", self.upkeep.gc),
+            ("gc_completed_timestamp", "Oldest completion of gc over all domains", self.upkeep.gc),
             ("gc_interval", "From one garbage collection to the next", self.upkeep.gc_interval),
-            ("scrub_completed_timestamp", "Oldest completion over all domains", self.upkeep.scrub),
+            (
+                "scrub_completed_timestamp",
+                "Oldest completion of a scrub over all domains",
+                self.upkeep.scrub,
+            ),
         ] {
             single(encoder, name, help, Some(&Unit::Seconds), &ConstGauge::new(value))?;
         }

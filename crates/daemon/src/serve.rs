@@ -106,7 +106,7 @@ pub fn serve(
     let cancel = Cancel::default();
     let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
     if let Some(error) = ledger.cgroup_error() {
-        said(&format!("containers cannot be told apart for sure, nor seen to end: {error}"));
+        said(&format!("cannot distinguish containers or notice their end: {error}"));
     }
     if let Err(error) = ledger.watch_opens() {
         said(&format!("opened files are not seen, only mapped ones: {error}"));

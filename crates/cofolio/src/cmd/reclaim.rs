@@ -87,7 +87,7 @@ fn sentence(reclaimed: &Reclaimed) -> String {
     if reclaimed.shared_objects > 0 {
         let shared = plural(reclaimed.shared_objects, "object");
         let bytes = human_size(reclaimed.shared_bytes);
-        said.push_str(&format!("; {bytes} of {shared} that others use left alone"));
+        said.push_str(&format!("; skipped {shared} ({bytes}) in use by others"));
     }
     if reclaimed.unread_processes > 0 {
         let unread = reclaimed.unread_processes;

@@ -70,7 +70,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             }
             None => Config::default(),
         };
-        let changed = take_a_restart(args, config, &new.daemon);
+        let changed = needs_restart(args, config, &new.daemon);
         if !changed.is_empty() {
             say(&format!("restart the daemon to apply: {}", changed.join(", ")));
         }
@@ -95,7 +95,7 @@ fn say(said: &str) {
 }
 
 /// Keys of `[daemon]` with a new value that a reload does not apply. Options come before the file.
-fn take_a_restart(args: &Args, old: &Daemon, new: &Daemon) -> Vec<&'static str> {
+fn needs_restart(args: &Args, old: &Daemon, new: &Daemon) -> Vec<&'static str> {
     let keys = [
         ("socket", args.socket.is_none() && old.socket != new.socket),
         ("group", args.group.is_none() && old.group != new.group),

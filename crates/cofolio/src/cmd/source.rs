@@ -72,7 +72,7 @@ impl Source {
         let run = context.run_dir_of(&store);
         let mut ledger = Box::new(Ledger::new(store, run));
         if let Some(error) = ledger.cgroup_error() {
-            let what = "containers cannot be told apart for sure, nor seen to end";
+            let what = "cannot distinguish containers or notice their end";
             context.ui.note(format!("{what}: {error}"));
         }
         let sees_opens = watch && ledger.watch_opens().is_ok();
