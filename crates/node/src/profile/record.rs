@@ -4,6 +4,7 @@ use std::io::{self, Write as _};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 use cofolio_store::Digest;
 use cofolio_store::task::Task;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Profile, ProfileError, Recorder, written_dirs};
 use crate::container::{Containers, RunError};
@@ -78,7 +80,8 @@ fn record_new(
     // It stays open: when this process is killed, the container ends with it.
     let (held, theirs) = UnixStream::pair().map_err(ProfileError::Process)?;
     let answer = held.try_clone().map_err(ProfileError::Process)?;
-    let child = start.stdin(OwnedFd::from(theirs)).spawn();
+    // Whoever kills our process group leaves this process alive: it ends the container.
+    let child = start.process_group(0).stdin(OwnedFd::from(theirs)).spawn();
     let mut child = child.map_err(ProfileError::Process)?;
     // Its copy of the other end keeps that open.
     drop(start);
@@ -99,6 +102,10 @@ fn record_new(
         Ok(_) => _ = (&held).write_all(b"\n"),
         // If it waits for its start, it cannot be stopped, and ends now.
         Err(_) => _ = held.shutdown(Shutdown::Write),
+    }
+    if recorded.is_ok() && task.check().is_err() && matches!(child.try_wait(), Ok(None)) {
+        // Ctrl-C at a terminal reaches only our process group. Some programs end only at that.
+        let _ = kill_process(Pid::from_child(&child), Signal::INT);
     }
     end(&mut child, containers, name, answer.is_finished(), task)?;
     let (mut profile, lost) = recorded?;
@@ -187,8 +194,8 @@ fn note(
 }
 
 /// Ends a new container if it has not ended by itself, and waits for the process that runs it. One
-/// that failed leaves the profile before in place. Ctrl-C at a terminal ends the container, too:
-/// then it has not failed.
+/// that failed leaves the profile before in place. A container that ends because the recording was
+/// cancelled has not failed.
 fn end(
     child: &mut Child,
     containers: &Containers<'_>,
