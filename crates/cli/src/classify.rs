@@ -262,6 +262,11 @@ fn of_mount(error: &MountError) -> Classified {
             format!("`fuser -vm {target}` says who; `cofolio umount --force {target}` detaches it")
                 .into()
         }
+        MountError::UpperInUse { .. } => {
+            "`cofolio mounts` lists mounts, also those without a record; a detached one goes with \
+             its last user"
+                .into()
+        }
         MountError::NoRecord(target) => {
             let target = target.display();
             format!("`umount {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")

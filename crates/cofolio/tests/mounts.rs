@@ -133,7 +133,9 @@ fn only_the_named_directories_are_writable() {
     let unmounted = sandbox.run(&["umount", "--json", &target]).json();
     let kept = unmounted[0]["upper"].as_str().unwrap();
     let listed = sandbox.run(&["mounts"]);
-    assert!(listed.stderr.contains("`mount --writable /etc --upper` takes"), "{}", listed.stderr);
+    // The command that it named lacked the directory.
+    let takes_up = format!("`mount --writable /etc --upper {kept}` takes");
+    assert!(listed.stderr.contains(&takes_up), "{}", listed.stderr);
     sandbox.run(&[&writable[..], &["--upper", kept]].concat()).ok();
     assert_eq!(fs::read(sandbox.path("mnt/etc/new")).unwrap(), b"new");
     fs::write(sandbox.path("mnt/new"), "new").unwrap_err();
@@ -170,6 +172,45 @@ fn a_part_of_a_mount_leads_to_the_whole() {
         says(&whole);
     }
     sandbox.run(&["umount", &target]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+}
+
+/// The run directory was lost. `mounts` named the mount before its writable directory, which keeps
+/// it busy, and called changes kept that a mount still showed. Their removal was refused with a
+/// command that could not help.
+#[test]
+fn mounts_without_a_record_are_unmounted_as_listed() {
+    if !can_mount("mounts_without_a_record_are_unmounted_as_listed") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (part, whole) = (sandbox.text("part"), sandbox.text("whole"));
+    sandbox.run(&["mount", "--create", "--writable", "/etc", "box:1", &part]).ok();
+    sandbox.run(&["mount", "--create", "--rw", "--keep", "box:1", &whole]).ok();
+    let run = fs::read_dir(sandbox.path("run")).unwrap().next().unwrap().unwrap().path();
+    let mounts = sandbox.run(&["mounts", "--json"]).json();
+    let records = mounts["mounts"].as_array().unwrap().iter().map(|it| &it["record"]);
+    let kept = records.filter_map(|it| it["upper"]["keep"].as_bool()?.then_some(&it["upper"]));
+    let kept = kept.map(|upper| upper["dir"].as_str().unwrap()).next().unwrap();
+    fs::remove_dir_all(run.join("mounts")).unwrap();
+
+    let listed = sandbox.run(&["mounts", "--json"]).json();
+    assert!(listed["kept"].as_array().unwrap().is_empty(), "{listed}");
+    let discard = ["umount", "--discard", kept];
+    let refused = sandbox.run(&discard);
+    refused.fails_with(7).refused("`cofolio mounts` lists mounts, also those without a record");
+    let said = sandbox.run(&["mounts"]).stderr;
+    let named = said.split("`umount ").skip(1).filter_map(|rest| rest.split_once('`'));
+    let named: Vec<_> = named.map(|(target, _)| target).collect();
+    assert_eq!(named.len(), 3, "{said}");
+    for target in named {
+        rustix::mount::unmount(target, rustix::mount::UnmountFlags::empty()).unwrap();
+    }
+    sandbox.run(&["mounts", "--reconcile"]).ok();
+    let listed = sandbox.run(&["mounts", "--json"]).json();
+    assert_eq!(listed["kept"][0]["dir"], kept);
+    sandbox.run(&discard).ok();
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 

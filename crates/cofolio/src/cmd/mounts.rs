@@ -130,8 +130,8 @@ pub(super) fn orphans(list: &Mounts) -> impl Iterator<Item = String> {
 fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
     let kept = list.kept.iter().map(|kept| match kept.image {
         None => format!(
-            "changes of an unknown image are kept in {}, whose file `keep` cannot be read: \
-             `umount --discard` removes them",
+            "changes of an unknown image are kept in {0}, whose file `keep` cannot be read: \
+             `umount --discard {0}` removes them",
             kept.dir.display()
         ),
         Some(image) => {
@@ -139,8 +139,8 @@ fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
             let dirs: String = dirs.map(|dir| format!("--writable {} ", printable(dir))).collect();
             let dirs = if dirs.is_empty() { "--rw " } else { &dirs };
             format!(
-                "changes of {}, which was at {}, are kept in {}: `mount {dirs}--upper` takes \
-                 them up, `umount --discard` removes them",
+                "changes of {}, which was at {}, are kept: `mount {dirs}--upper {2}` takes them \
+                 up, `umount --discard {2}` removes them",
                 names.get(&image).cloned().unwrap_or_else(|| short(&image)),
                 printable(kept.target.as_os_str().as_bytes()),
                 kept.dir.display()

@@ -99,7 +99,7 @@ pub enum MountError {
     /// A file or directory of the mount is in use.
     #[error("{} is in use: {reason}", path.display())]
     Busy {
-        /// Where it is mounted, or the directory of its changes.
+        /// Where it is mounted.
         path: PathBuf,
         /// Who uses it.
         reason: String,
@@ -140,12 +140,12 @@ pub enum MountError {
         /// What is wrong with it.
         problem: String,
     },
-    /// The directory for changes is that of another mount.
-    #[error("cannot keep changes in {}: {by} uses it", dir.display())]
+    /// The directory for changes is that of another mount, or another process is at it.
+    #[error("{} is in use by {by}", dir.display())]
     UpperInUse {
         /// The directory.
         dir: PathBuf,
-        /// Which mount, in words.
+        /// Which mount or process, in words.
         by: String,
     },
     /// The changes cannot be kept.

@@ -85,7 +85,8 @@ pub struct Mounts {
     /// Pinned images.
     pub pins: Vec<Pin>,
     /// Mounts of images that this run directory pins, without a record: binds of a mount, or mounts
-    /// whose record was lost. Nothing cleans them up.
+    /// whose record was lost. Nothing cleans them up. By target, the innermost first: an outer one
+    /// cannot be unmounted before.
     pub orphans: Vec<KernelMount>,
     /// Changes of this domain that were kept, and that nothing is mounted over.
     pub kept: Vec<KeptChanges>,
@@ -291,8 +292,11 @@ impl Mounter<'_> {
             let status = MountStatus { record, moved_to, state, missing_parts: Vec::new() };
             mounts.push(status.with_missing_parts(kernel.mounts()?));
         }
+        orphans.sort_by(|one, other| other.target.cmp(&one.target));
         let damaged = damaged.iter().map(ToString::to_string).collect();
-        let kept = upper::kept(self.domain, &self.run)?;
+        let mut kept = upper::kept(self.domain, &self.run)?;
+        let uppers: HashSet<_> = orphans.iter().flat_map(|it| it.paths("upperdir")).collect();
+        kept.retain(|kept| !uppers.contains(&kept.dir.join("upper")));
         Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
     }
 
@@ -306,7 +310,7 @@ impl Mounter<'_> {
     ///
     /// # Errors
     /// [`MountError::NotKept`] if the directory holds none, or a mount uses it;
-    /// [`MountError::Busy`].
+    /// [`MountError::UpperInUse`].
     pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         // As a mount over it does, and until it is removed.
@@ -316,8 +320,8 @@ impl Mounter<'_> {
             return Err(MountError::NotKept(found));
         }
         if has_overlay(&found, &self.patience)? {
-            let reason = "a mount over it is still in use elsewhere".to_owned();
-            return Err(MountError::Busy { path: found, reason });
+            let by = "a mount that has no record or is detached".to_owned();
+            return Err(MountError::UpperInUse { dir: found, by });
         }
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }

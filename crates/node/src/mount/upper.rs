@@ -134,7 +134,7 @@ pub(crate) fn claim_given(
         return Err(problem(&format!("it holds changes of another image, {other}")));
     }
     if in_use::has_overlay(&dir, patience)? {
-        let by = "an earlier mount, still in use elsewhere,".to_owned();
+        let by = "a mount that has no record or is detached".to_owned();
         return Err(MountError::UpperInUse { dir, by });
     }
     if dir.join("work").join(VOLATILE).exists() {
@@ -153,11 +153,10 @@ pub(crate) fn claim_given(
 /// this waits for a moment only.
 pub(crate) fn lock_given(dir: &OwnedFd, at: &Path, wait: &Patience) -> Result<(), MountError> {
     let how = FlockOperation::NonBlockingLockExclusive;
-    let is_locked = wait.wait(|| try_flock(dir, how, at))?;
-    let reason = || "another process has locked it".to_owned();
-    is_locked
-        .then_some(())
-        .ok_or_else(|| MountError::Busy { path: at.to_owned(), reason: reason() })
+    if wait.wait(|| try_flock(dir, how, at))? {
+        return Ok(());
+    }
+    Err(MountError::UpperInUse { dir: at.to_owned(), by: "another process".to_owned() })
 }
 
 /// Opens a directory that only the caller can change, without following links. The inner error says who

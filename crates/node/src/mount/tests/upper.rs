@@ -101,7 +101,7 @@ fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
     let store = Store::open(&fixture.path("store")).unwrap().waits_until(cancel);
     let domain = store.domain("default").unwrap();
     let other = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
-    let busy = |error| matches!(error, MountError::Busy { path, .. } if path == dir);
+    let busy = |error| matches!(error, MountError::UpperInUse { dir: at, .. } if at == dir);
     assert!(busy(other.discard_kept(&dir).unwrap_err()));
     let access = Access::WritableAt(dir.clone());
     assert!(busy(other.mount(&MountRequest { access, ..request }).unwrap_err()));
