@@ -6,6 +6,8 @@ use clap::Subcommand;
 use cofolio_node::container::Containers;
 use cofolio_node::profile::{self, Profile, Subject};
 use cofolio_store::{Digest, Domain};
+use rustix::fs::{Access, access};
+use rustix::io::Errno;
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -56,22 +58,24 @@ enum Action {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(override_usage = "cofolio profile record [OPTIONS] <IMAGE> [-- <ARGS>...]\n       \
+    cofolio profile record [OPTIONS] --container <NAME>")]
 struct RecordArgs {
     /// Ref or first digits of a digest
     #[arg(required_unless_present = "container")]
     image: Option<String>,
     /// Record what this container of `cofolio run` reads from now on instead, for so many seconds
     /// or until Ctrl-C. All containers lose the image's pages that no process maps, and read them
-    /// again
+    /// again. If it can write and still runs at the end, the directories that it has written to
+    /// since its start are recorded, too; --rw is not given then
     #[arg(long, value_name = "NAME", conflicts_with_all = ["image", "args"])]
     container: Option<String>,
-    /// Make its root writable and record the directories that it writes to; its changes are removed. Of a --container
-    /// these are recorded since its start, if it can write and still runs at the end
+    /// Make its root writable and record the directories that it writes to; its changes are removed
     #[arg(long, conflicts_with = "container")]
     rw: bool,
-    /// End it after so many seconds, at least one
-    #[arg(long, short, value_parser = clap::value_parser!(u64).range(1..))]
-    seconds: Option<u64>,
+    /// End it after so many seconds, at most a day
+    #[arg(long, short, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    seconds: Option<u32>,
     /// The container's program and its arguments instead of the image's
     #[arg(last = true)]
     args: Vec<String>,
@@ -123,6 +127,12 @@ fn summary(profile: &Profile) -> String {
 fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
     context.needs_root()?;
     let domain = context.domain()?;
+    let store = &context.global.store;
+    // Before a container is started and refused for its own reasons, or recorded for nothing.
+    if access(store, Access::WRITE_OK) == Err(Errno::ROFS) {
+        let what = format!("profiles are kept in the store: {} is read-only", store.display());
+        return Err(Fail::new(Exit::Failure, what).into());
+    }
     let subject = match (&args.container, &args.image) {
         (Some(name), _) => Subject::Running(name.clone()),
         (None, Some(image)) => {
@@ -137,7 +147,7 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
         (None, None) => return Err(Fail::usage("no image and no container").into()),
     };
     let containers = Containers::new(context.mounter(&domain));
-    let time = args.seconds.map(Duration::from_secs);
+    let time = args.seconds.map(|seconds| Duration::from_secs(seconds.into()));
     let (profile, lost) = context
         .work("recording", "file", |task| profile::record(&containers, subject, time, task))?;
     if lost > 0 {

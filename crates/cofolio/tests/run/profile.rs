@@ -47,6 +47,10 @@ fn a_profile_has_what_a_start_opens() {
     let failing = ["profile", "record", "box:1", "--", "sh", "-c", "cat /etc/group; exit 7"];
     machine.run(&failing).fails_with(1);
     machine.run(&["profile", "record", "--seconds", "0", "box:1"]).fails_with(2);
+    // Its usage offered an image beside `--container`.
+    let both = machine.run(&["profile", "record", "--container", "it", "--rw"]);
+    both.fails_with(2);
+    assert!(both.stderr.contains("record [OPTIONS] --container <NAME>\n"), "{}", both.stderr);
     assert_eq!(recorded(&machine), found);
     machine.assert_clean();
     machine.run(&["profile", "record", "box:1", "--", "cat", "/bin/text"]).ok();

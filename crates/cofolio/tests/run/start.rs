@@ -223,7 +223,7 @@ fn crun_keeps_the_whole_config() {
 }
 
 /// An image with a volume failed on a read-only store with a bare "Read-only file system", even where
-/// `--volume` gave it a directory.
+/// `--volume` gave it a directory. `profile record` recommended that option, which it lacks.
 #[test]
 fn a_read_only_store_runs_what_needs_no_room() {
     let Some((machine, runtimes)) = machine("a_read_only_store_runs_what_needs_no_room") else {
@@ -231,8 +231,8 @@ fn a_read_only_store_runs_what_needs_no_room() {
     };
     let store = machine.text("store");
     let volume = format!("{}:/data", machine.dir("given").display());
-    let sh = |options: &[&str]| {
-        let command = machine.command(&machine.sh_args(runtimes[0], options, "echo 1 > /data/new"));
+    let run = |args: &[&str]| {
+        let command = machine.command(args);
         let mut private = Command::new("unshare");
         private.args(["--mount", "--propagation", "private", "sh", "-c"]);
         private.arg("mount --bind $0 $0 && mount -o remount,bind,ro $0 && exec \"$@\"");
@@ -240,6 +240,10 @@ fn a_read_only_store_runs_what_needs_no_room() {
         private.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         Ran::of(private.output().unwrap())
     };
+    let sh = |options| run(&machine.sh_args(runtimes[0], options, "echo 1 > /data/new"));
+    let recorded = run(&["profile", "record", "box:1"]);
+    recorded.fails_with(1).refused("profiles are kept in the store");
+    assert!(!recorded.stderr.contains("--volume"), "{}", recorded.stderr);
     let refused = sh(&[]);
     assert!(refused.fails_with(125).stderr.contains("--volume DIR:PATH"), "{}", refused.stderr);
     sh(&["-v", &volume]).ok();
