@@ -35,10 +35,12 @@ impl Context<'_> {
     }
 
     /// For commands that need root: the error of their first system call would not say what to do.
-    pub(crate) fn needs_root(&self) -> anyhow::Result<()> {
+    /// `what` is what needs it, as in `mounting`.
+    pub(crate) fn needs_root(&self, what: &str) -> anyhow::Result<()> {
+        let fail = || Fail::new(Exit::Missing, format!("{what} needs root")).hint("run as root");
         match rustix::process::geteuid().is_root() {
             true => Ok(()),
-            false => Err(Fail::new(Exit::Missing, "not permitted").hint("run as root").into()),
+            false => Err(fail().into()),
         }
     }
 

@@ -40,7 +40,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     if let Some(how) = args.backend {
-        context.needs_root()?;
+        context.needs_root("changing the backend")?;
         let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
         let mounter = context.mounter(&domain);
         context.work("packing", "file", |task| backend::set(&mounter, how.into(), form, task))?;

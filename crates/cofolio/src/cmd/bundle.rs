@@ -130,7 +130,7 @@ pub(crate) fn image_config(image: &Named) -> anyhow::Result<ImageConfig> {
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.rootfs.is_none() {
-        context.needs_root()?;
+        context.needs_root("mounting")?;
     }
     let domain = context.domain()?;
     let image = args.trust.image(Some(&args.image), &domain, context)?;

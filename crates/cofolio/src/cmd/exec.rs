@@ -28,7 +28,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
-    context.needs_root()?;
+    context.needs_root("starting a process in a container")?;
     if args.tty && !std::io::stdin().is_terminal() {
         return Err(Fail::usage("--tty: standard input is not a terminal").into());
     }

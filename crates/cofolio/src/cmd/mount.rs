@@ -77,7 +77,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    context.needs_root()?;
+    context.needs_root("mounting")?;
     let domain = context.domain()?;
     // Options may stand between the two, so the parser cannot tell which one is missing.
     let (name, target) = match &args.second {

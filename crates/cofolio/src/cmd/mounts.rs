@@ -33,7 +33,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mounter = context.mounter(&domain);
     let mut failed = Vec::new();
     if args.reconcile {
-        context.needs_root()?;
+        context.needs_root("cleaning up")?;
         Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
         failed.extend(mounter.reconcile()?.failed);
         for failed in &failed {

@@ -125,7 +125,7 @@ fn summary(profile: &Profile) -> String {
 }
 
 fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
-    context.needs_root()?;
+    context.needs_root("recording what a container reads")?;
     let domain = context.domain()?;
     let store = &context.global.store;
     // Before a container is started and refused for its own reasons, or recorded for nothing.

@@ -163,7 +163,7 @@ enum Network {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
-    context.needs_root()?;
+    context.needs_root("running a container")?;
     Ok(start(args, context).unwrap_or_else(|error| {
         let exit = exit::report(&error, context.ui);
         match error.downcast_ref::<RunError>().map_or(NOT_STARTED, status_of) {

@@ -42,7 +42,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    context.needs_root()?;
+    context.needs_root("serving")?;
     context.refuse_json("the API has it")?;
     // Nothing need be imported when systemd starts it for the first time.
     let store = context.store_or_create()?;

@@ -10,6 +10,7 @@ use cofolio_node::ledger::{
     UsedImage,
 };
 use cofolio_store::{Digest, Store, with_causes};
+use rustix::process::geteuid;
 
 use crate::context::Context;
 use crate::exit::Fail;
@@ -45,7 +46,7 @@ impl Source {
             .get("/v1/version")
             .map(|it: Version| it.store);
         let served = match served {
-            Err(error @ ClientError::Denied { .. }) if context.needs_root().is_err() => {
+            Err(error @ ClientError::Denied { .. }) if !geteuid().is_root() => {
                 return Err(error.into());
             }
             // It knows more than this process would: it is only busy.
@@ -55,7 +56,7 @@ impl Source {
         let store = Store::open(&context.global.store);
         match (&served, &store) {
             (Ok(served), Ok(store)) if served == store.id() => return Ok(Self::Daemon(client)),
-            (Ok(_), Err(_)) if context.needs_root().is_err() => return Ok(Self::Daemon(client)),
+            (Ok(_), Err(_)) if !geteuid().is_root() => return Ok(Self::Daemon(client)),
             (Ok(_), Err(_)) => {}
             (Ok(_), Ok(_)) => {
                 let socket = client.socket().display();
@@ -67,7 +68,7 @@ impl Source {
             }
             (Err(_), _) => {}
         }
-        context.needs_root()?;
+        context.needs_root("the ledger without a daemon")?;
         let store = store?;
         let run = context.run_dir_of(&store);
         let mut ledger = Box::new(Ledger::new(store, run));
@@ -192,7 +193,7 @@ impl Source {
     /// Whoever may not read the store has the daemon's report for that.
     pub(super) fn image(&mut self, context: &Context<'_>, text: &str) -> anyhow::Result<UsedImage> {
         let domain = context.global.domain.clone();
-        if !self.is_daemon() || context.needs_root().is_ok() {
+        if !self.is_daemon() || geteuid().is_root() {
             let image = context.image(&context.domain()?, text)?.digest;
             return Ok(UsedImage { domain, image });
         }

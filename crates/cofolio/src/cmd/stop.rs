@@ -22,7 +22,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    context.needs_root()?;
+    context.needs_root("ending a container")?;
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain));
     let patience = Duration::from_secs(args.time.into());

@@ -33,7 +33,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    context.needs_root()?;
+    context.needs_root("unmounting")?;
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
     if args.discard {

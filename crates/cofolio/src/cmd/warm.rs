@@ -40,7 +40,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    context.needs_root()?;
+    context.needs_root("reading ahead")?;
     let domain = context.domain()?;
     let images = args.images.iter().map(|image| context.image(&domain, image));
     let images = images.collect::<anyhow::Result<Vec<_>>>()?;
