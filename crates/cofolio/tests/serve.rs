@@ -196,6 +196,9 @@ fn the_api_is_as_documented() {
         let why = "target needs exactly one of container, image, domain";
         assert!(found == 400 && said.contains(why), "{found} {said}");
     }
+    // It did not say of what.
+    let (found, said) = daemon.post("/v1/reclaim", "{}");
+    assert!(found == 400 && said.contains("the body: missing field"), "{found} {said}");
     assert_metrics_documented(&doc, &daemon.get("/metrics").1);
 
     for (path, status) in [
@@ -204,6 +207,11 @@ fn the_api_is_as_documented() {
         (&format!("/v1/images/none/{image}/files"), 404),
         (&format!("/v1/images/default/{image}/files?sort=x"), 400),
         (&format!("/v1/images/default/{image}/files?limit=-1"), 400),
+        // Without a word it was taken for the most that is possible, and a wrong name for none.
+        (&format!("/v1/images/default/{image}/files?limit=100001"), 400),
+        (&format!("/v1/images/default/{image}/files?limt=1"), 400),
+        ("/v1/sharing?domian=default", 400),
+        ("/v1/report?domain=default", 400),
         (&format!("/v1/objects/default/{image}/users"), 404),
         ("/v1/sharing?domain=none", 404),
         ("/v1/sample", 405),

@@ -126,6 +126,7 @@ impl Api {
         if !methods.split(", ").any(|method| method == request.method().as_str()) {
             return Ok(not_allowed(methods));
         }
+        check_parameters(request, &parts)?;
         match &parts[..] {
             ["v1", "sample" | "reclaim"] if !matches!(peer, Peer::Local) => {
                 Err((StatusCode::FORBIDDEN, "only through the unix socket".to_owned()))
@@ -194,8 +195,8 @@ impl Api {
         let digest = digest(image)?;
         let limit = match query(request, "limit").map(|limit| limit.parse()) {
             None => FILES,
-            Some(Ok(limit)) => FILES_MAX.min(limit),
-            Some(Err(_)) => return Err(bad_request("limit is not a number")),
+            Some(Ok(limit)) if limit <= FILES_MAX => limit,
+            Some(_) => return Err(bad_request(&format!("limit is a number up to {FILES_MAX}"))),
         };
         let key: Option<fn(&ImageFile) -> u64> = match query(request, "sort").as_deref() {
             None | Some("path") => None,
@@ -314,9 +315,25 @@ fn parse_reclaim(body: &[u8]) -> Result<ReclaimRequest, String> {
         let value: Value = serde_json::from_slice(body).unwrap_or_default();
         match value["target"].as_object().is_some_and(|target| target.len() != 1) {
             true => "target needs exactly one of container, image, domain".to_owned(),
-            false => error.to_string(),
+            false => format!("the body: {error}"),
         }
     })
+}
+
+/// Refuses a query with a parameter that its path of the API does not have.
+fn check_parameters(request: &Head, parts: &[&str]) -> Result<(), Refusal> {
+    let known: &[&str] = match parts {
+        ["v1", "sharing"] => &["domain"],
+        ["v1", "images", _, _, "files"] => &["sort", "limit"],
+        ["v1", ..] => &[],
+        _ => return Ok(()),
+    };
+    let query = request.uri().query().unwrap_or_default();
+    let mut names = form_urlencoded::parse(query.as_bytes()).map(|(name, _)| name);
+    match names.find(|name| !known.contains(&&**name)) {
+        Some(name) => Err(bad_request(&format!("there is no parameter {name} here"))),
+        None => Ok(()),
+    }
 }
 
 /// The first value of a parameter of the query string.
