@@ -270,6 +270,10 @@ fn who_may_ask() {
         assert!(status == 403 && body.contains("unix socket"), "{body}");
     }
 
+    // Its directory was made, however far up it was missing.
+    let ran = sandbox.run(&["serve", "--socket", &sandbox.text("missing/dir/it.sock")]);
+    ran.fails_with(3).refused("there is no such directory");
+    assert!(!sandbox.path("missing").exists());
     for (args, said) in [
         (["--listen", "0.0.0.0:0"], "not a loopback address"),
         (["--group", "no-such-group"], "no group no-such-group"),

@@ -36,6 +36,9 @@ pub enum ListenError {
         /// Why.
         source: io::Error,
     },
+    /// The directory of the socket does not exist.
+    #[error("listening at {}: there is no such directory", .0.display())]
+    NoDirectory(PathBuf),
     /// Another process answers at the path.
     #[error("another process listens at {}", .0.display())]
     Taken(PathBuf),
@@ -134,7 +137,9 @@ pub(crate) fn unix(
 
 fn listen_at(path: &Path, gid: Option<u32>) -> Result<(UnixListener, SocketFile), ListenError> {
     let shown = || path.display();
-    make_parents(path)?;
+    if path.parent().is_some_and(|dir| !dir.as_os_str().is_empty() && !dir.is_dir()) {
+        return Err(ListenError::NoDirectory(path.to_owned()));
+    }
     let is_socket = |path: &Path| match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => Err(ListenError::NoSocket(path.to_owned())),
         Ok(_) => Ok(true),
@@ -180,7 +185,7 @@ fn listen_at(path: &Path, gid: Option<u32>) -> Result<(UnixListener, SocketFile)
 
 /// Makes the directories that a path is in. Whatever the umask, members of the group have to get to
 /// the socket.
-fn make_parents(path: &Path) -> Result<(), ListenError> {
+pub(crate) fn make_parents(path: &Path) -> Result<(), ListenError> {
     let is_missing = |dir: &&Path| !dir.as_os_str().is_empty() && !dir.is_dir();
     let missing: Vec<_> = path.ancestors().skip(1).take_while(is_missing).collect();
     for dir in missing.into_iter().rev() {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -157,7 +157,7 @@ pub fn serve(
                 };
                 let served = (api, Arc::clone(&auth));
                 let told = (&reload as &dyn Fn(), &end as &dyn Fn(), Arc::clone(&broken));
-                let again = |file: &SocketFile| listen_again(file, &options.socket, said);
+                let again = |file: &SocketFile| listen_again(file, &options, said);
                 listen_until_told(runtime, listeners, (socket, &again), served, told)
             })
     })
@@ -181,7 +181,10 @@ fn open_sockets(
     let tcp = options.listen.map(|address| listen::tcp(address, auth)).transpose()?;
     let unix = match is_activated {
         true => None,
-        false => Some(listen::unix(&options.socket, options.group.as_deref())?),
+        false => {
+            listen::make_parents(options.run.path())?;
+            Some(listen::unix(&options.socket, options.group.as_deref())?)
+        }
     };
     // Nothing can fail any more.
     if let Some((tcp, asked)) = tcp.zip(options.listen) {
@@ -202,11 +205,11 @@ fn open_sockets(
 /// and another daemon could start beside it.
 fn listen_again(
     file: &SocketFile,
-    at: &Path,
+    options: &Options,
     said: &dyn Fn(&str),
 ) -> Result<(Listener, SocketFile), ListenError> {
-    let at = at.display();
-    let listening = file.make_again();
+    let at = options.socket.display();
+    let listening = listen::make_parents(options.run.path()).and_then(|()| file.make_again());
     match &listening {
         Ok(_) => said(&format!("listening at {at} again: somebody removed the socket")),
         Err(_) => said(&format!("somebody removed the socket {at}")),

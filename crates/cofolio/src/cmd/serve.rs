@@ -26,7 +26,8 @@ use crate::exit::Exit;
 #[command(after_help = "Example:\n  cofolio serve\n  \
     curl --unix-socket /run/cofolio/cofolio.sock http://localhost/v1/report")]
 pub(crate) struct Args {
-    /// Path of the unix socket (default: cofolio.sock in the run directory)
+    /// Path of the unix socket, in a directory that exists (default: cofolio.sock in the run
+    /// directory, which is made)
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Group whose members may connect to it, besides root
