@@ -18,7 +18,12 @@ export function splitKey(key) {
   return [key.slice(0, cut), key.slice(cut + 1)];
 }
 
-export const imageName = (image) => image.names[0] || short(image.image);
+const firstName = (image) => image.names[0] || short(image.image);
+/** One name of it, and how many more there are. */
+export function imageName(image) {
+  const others = image.names.length - 1;
+  return firstName(image) + (others > 0 ? ` +${others}` : "");
+}
 export function imageLabel(key) {
   const image = images.get(key);
   return image ? imageName(image) : short(splitKey(key)[1]);
@@ -27,7 +32,8 @@ export function imageLabel(key) {
 /** Another image or file starts on its first page, unfiltered. */
 const freshUsers = { "users.q": null, "users.page": null };
 const freshFiles = { ...freshUsers, object: null, path: null, "files.q": null, "files.page": null };
-export const imageLink = (key) => link({ image: key, ...freshFiles }, foreign(imageLabel(key)));
+export const imageLink = (key, label = imageLabel(key)) =>
+  link({ image: key, ...freshFiles }, foreign(label));
 const fileLink = ({ object, path }) => link({ object, path, ...freshUsers }, foreign(path));
 
 const oneLine = (...nodes) => el("div", { class: "first" }, ...nodes);
@@ -39,7 +45,8 @@ function imageCell(image) {
   const digest = image.names[0]
     ? foreign(short(image.image), { ...aside, title: image.image })
     : el("span", aside, "no name");
-  return [oneLine(imageLink(imageKey(image)), ...others, " ", digest)];
+  const first = imageLink(imageKey(image), firstName(image));
+  return [oneLine(first, ...others, " ", digest)];
 }
 
 /** Without a name, the end of the cgroup's path stands for one: it has the container's id. */

@@ -253,7 +253,11 @@ class Checks:
             images = sorted(filter(inside, report["images"]), key=lambda i: -i["resident_bytes"])[
                 :50
             ]
-        label = {i["image"]: (i["names"] or [i["image"][:12]])[0] for i in report["images"]}
+        more = lambda names: f" +{len(names) - 1}" if len(names) > 1 else ""
+        label = {
+            i["image"]: (i["names"] or [i["image"][:12]])[0] + more(i["names"])
+            for i in report["images"]
+        }
         self.table(
             what,
             root,

@@ -211,12 +211,12 @@ pub(super) fn sort(rows: &mut [Row], column: usize, descending: bool) {
 }
 
 fn image_row(image: &ImageAccount) -> Row {
-    let mut names = image_names(image);
+    let names = image_names(image);
     let name = names.join(", ");
     Row {
         key: format!("{} {}", image.domain, image.image),
         values: vec![
-            Value::Text(names.remove(0)),
+            Value::Text(label(&names)),
             Value::Count(image.containers),
             Value::Bytes(image.resident_bytes),
             Value::Bytes(image.used_bytes),
@@ -224,7 +224,7 @@ fn image_row(image: &ImageAccount) -> Row {
             Value::Bytes(image.private_bytes),
             Value::Bytes(image.saved_bytes),
         ],
-        more_names: names,
+        more_names: names[1..].to_vec(),
         opens: Some(View::Files { domain: image.domain.clone(), image: image.image, name }),
     }
 }
@@ -264,7 +264,7 @@ fn file_row(domain: &str, file: &ImageFile) -> Row {
 
 fn user_row(report: &Report, user: &ObjectUser) -> Row {
     let image = find(report, None, &user.image);
-    let image = image.map_or_else(|| short(&user.image), |image| image_names(image).remove(0));
+    let image = image.map_or_else(|| short(&user.image), |image| label(&image_names(image)));
     Row {
         key: format!("{} {}", user.cgroup, user.image),
         values: vec![
@@ -293,6 +293,15 @@ fn image_names(image: &ImageAccount) -> Vec<String> {
         names.iter_mut().for_each(|name| name.push_str(&domain));
     }
     names
+}
+
+/// What an image is called where there is room for one name: that, and how many more there are.
+fn label(names: &[String]) -> String {
+    match names {
+        [name] => name.clone(),
+        [name, others @ ..] => format!("{name} +{}", others.len()),
+        [] => String::new(),
+    }
 }
 
 fn container_name(name: Option<&str>, cgroup: &str) -> String {

@@ -207,6 +207,7 @@ q end  ? help  Enter open  Esc back
 }
 
 /// Of an image with several names only the first was known here: a filter did not find the others.
+/// Later the first was shown as if it were the only one.
 #[test]
 fn all_names_of_an_image() {
     let mut app = app();
@@ -215,7 +216,7 @@ fn all_names_of_an_image() {
     app.take(Answer::Report(Box::new(named)));
     type_text(&mut app, "/LATEST");
     press(&mut app, KeyCode::Enter);
-    assert_eq!(names(&app), ["nginx:1.27"]);
+    assert_eq!(names(&app), ["nginx:1.27 +1"]);
     let Effect::Load(view) = press(&mut app, KeyCode::Enter) else { panic!() };
     assert_eq!(view.title(), "nginx:1.27, web:latest");
 }
