@@ -250,7 +250,7 @@ fn of_mount(error: &MountError) -> Classified {
         (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
         (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
         | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
-        (MountError::WritableDir { .. }, _) => Some(Exit::Usage),
+        (MountError::Target { .. } | MountError::WritableDir { .. }, _) => Some(Exit::Usage),
         (_, Code::NotFound) => Some(Exit::NotFound),
         (_, Code::Corrupt) => Some(Exit::Corrupt),
         (_, Code::Io) => None,
