@@ -97,6 +97,8 @@ fn a_lost_run_directory_loses_no_container_that_runs() {
             for command in ["gc", "ps"] {
                 let said = machine.run(&[command]).stderr;
                 assert!(said.contains(&format!("`kill -KILL {pid}`")), "{command}: {said}");
+                // `gc` said the name twice.
+                assert_eq!(said.matches("container").count(), 1, "{command}: {said}");
                 // `ps` added that.
                 assert!(!said.contains("no containers"), "{said}");
                 assert!(is_there(), "{runtime} {options:?} {wipe}");

@@ -104,6 +104,8 @@ impl Containers<'_> {
             match self.remove_if_ended(&name, false) {
                 Ok(true) => removed.push(name),
                 Ok(false) => {}
+                // It has the name itself.
+                Err(error @ RunError::Lost { .. }) => failed.push(error.to_string()),
                 Err(error) => {
                     failed
                         .push(format!("container {name}: {}", cofolio_store::with_causes(&error)));
