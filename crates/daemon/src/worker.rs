@@ -25,6 +25,9 @@ const TICK: Duration = Duration::from_millis(100);
 const OPENS_WAIT: Duration = Duration::from_millis(50);
 /// Processor time that one step takes at most, if it can be divided.
 const STEP_MAX: Duration = Duration::from_millis(5);
+/// Processor time that there must be for a step. In steps of 0.15 ms, a look at all processes and
+/// objects costs nearly twice as much.
+const STEP_MIN: Duration = Duration::from_millis(1);
 /// What the ledger's share of a processor is for: opened files, and the steps that take figures. A
 /// container that opens files all the time must not keep the figures of all others from being taken.
 /// Figures have the smaller part: without time they get older, while opened files get lost.
@@ -172,7 +175,7 @@ impl Worker {
             // With the last wait: opened files wake it often.
             let taken = thread_time();
             pace.charge(OPENS, taken.saturating_sub(charged));
-            if let Some((step, allowance)) = due.next().zip(pace.allowance(FIGURES)) {
+            if let Some((step, allowance)) = due.next().zip(pace.allowance_of(FIGURES, STEP_MIN)) {
                 let stepped = self.step(step, &Budget::of(allowance.min(STEP_MAX)));
                 stepped.as_ref().err().into_iter().for_each(failed);
                 // One that failed does not hold up the others.
@@ -183,7 +186,7 @@ impl Worker {
             charged = thread_time();
             pace.charge(FIGURES, charged.saturating_sub(taken));
             self.published.set_ledger_time(charged);
-            let has_step = pace.allowance(FIGURES).is_some() && due.next().is_some();
+            let has_step = pace.allowance_of(FIGURES, STEP_MIN).is_some() && due.next().is_some();
             self.wait(was_asked || has_step, pace.allowance(OPENS).is_some());
         }
     }
