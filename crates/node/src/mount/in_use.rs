@@ -27,13 +27,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatxFlags, openat2};
+use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
 use sha2::{Digest as _, Sha256};
 
 use super::error::{At as _, MountError};
 use super::kernel::{Context, KernelError, open_dir, path_of, reopen};
 use super::mountinfo::{self, KernelMount, TaskRoot};
+use super::numbers_at;
 use super::sparse::below;
 use super::state::Upper;
 use super::upper::{make_below, open_below};
@@ -245,11 +246,8 @@ fn overlay_name(mount: &KernelMount) -> String {
 
 /// Whether a mount that our namespace shows was made before the one with this unique number.
 fn is_older(mount: &KernelMount, oldest: Option<u64>) -> bool {
-    // What is mounted is in the cache of names, so no filesystem has to be asked.
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let open = openat2(CWD, &mount.target, flags, Mode::empty(), ResolveFlags::CACHED);
-    let found = open.ok().and_then(|open| cofolio_sys::mount::mount_id(open, "").ok());
-    let unique = found.filter(|found| found.id == mount.id).and_then(|found| found.unique);
+    let found = numbers_at(&mount.target).ok().filter(|found| found.id == mount.id);
+    let unique = found.and_then(|found| found.unique);
     unique.zip(oldest).is_some_and(|(unique, oldest)| unique < oldest)
 }
 

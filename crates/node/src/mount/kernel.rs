@@ -404,6 +404,27 @@ pub(crate) fn open_dir(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
 }
 
+/// `O_PATH` descriptor of a mount, or of what else is at a path, without asking a filesystem on the
+/// way, whose server need not answer. What is mounted is in the kernel's cache of names, and so is
+/// the path to it.
+///
+/// # Errors
+/// EAGAIN where a filesystem would have to be asked: a name is not in the cache, or must be checked
+/// with a server.
+pub(crate) fn open_cached(path: &Path) -> rustix::io::Result<OwnedFd> {
+    // Whatever is mounted or unmounted at the same moment makes the kernel answer so as well.
+    const TRIES: u32 = 16;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = || rustix::fs::openat2(CWD, path, flags, Mode::empty(), ResolveFlags::CACHED);
+    for _ in 1..TRIES {
+        match open() {
+            Err(Errno::AGAIN) => {}
+            opened => return opened,
+        }
+    }
+    open()
+}
+
 /// The same directory, to be read: what is asked of a directory itself needs more than `O_PATH`.
 pub(crate) fn reopen(dir: impl AsFd) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -52,7 +52,6 @@ use crate::settings::Backend;
 use cofolio_store::task::Task;
 use cofolio_store::{Contents, Digest, Domain, Error, Root, RootKind, now};
 use cofolio_sys::mount::MountAttr;
-use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 
 pub use error::{Code, MountError};
@@ -76,7 +75,7 @@ pub(crate) use upper::{open_own, writable_dir};
 pub(crate) use error::At;
 use error::refused;
 use kernel::{LayerStyle, attach, clone_mount};
-pub(crate) use kernel::{open_dir, path_of};
+pub(crate) use kernel::{open_cached, open_dir, path_of};
 use reconcile::Kernel;
 use state::ImageLock;
 pub(crate) use state::{is_at, list, read_json, read_small, try_flock};
@@ -489,6 +488,12 @@ impl<'a> Mounter<'a> {
             // It was in use until now, and not only when it was mounted. A hint, as there.
             let _ = self.domain.note_use(&found.image, now());
         }
+        // Without the lock, as a filesystem on the way to it need not answer.
+        if numbers_at(&found.target).is_err()
+            && let (_, Some(at)) = self.locate(&found, &Kernel::new(&self.root)?)?
+        {
+            let _ = at.symlink_metadata();
+        }
         let gone = || MountError::NotMounted(target_or_id.display().to_string());
         // It may have gone, or even come again, while we waited.
         let (mut record, lock) = self.run.lock_record(&found.id)?.ok_or_else(gone)?;
@@ -647,7 +652,7 @@ fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(
     fs::File::create(&path).map(drop).at("create", path)
 }
 
-/// The numbers of the mount that `path` is on.
+/// The numbers of the mount that `path` is on, without asking a filesystem on the way.
 fn numbers_at(path: &Path) -> std::io::Result<cofolio_sys::mount::MountId> {
-    cofolio_sys::mount::mount_id(CWD, path)
+    cofolio_sys::mount::mount_id(open_cached(path)?, "")
 }

@@ -129,6 +129,29 @@ pub(crate) fn parse(text: &[u8]) -> Vec<KernelMount> {
     text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
 }
 
+/// Whether the target of one of these mounts leads to it: nothing is mounted on its root, or on the
+/// way there.
+pub(crate) fn is_reachable(mounts: &[KernelMount], mount: &KernelMount) -> bool {
+    let has_child = |parent: u64, covers: &dyn Fn(&KernelMount) -> bool| {
+        mounts.iter().any(|it| it.parent == parent && it.id != parent && covers(it))
+    };
+    if has_child(mount.id, &|it| it.target == mount.target) {
+        return false;
+    }
+    // A list that changed while it was read might have a circle in it.
+    let mut above = mount;
+    for _ in mounts {
+        if has_child(above.parent, &|it| it.id != above.id && above.target.starts_with(&it.target))
+        {
+            return false;
+        }
+        let parent = mounts.iter().find(|it| it.id == above.parent && it.id != above.id);
+        let Some(parent) = parent else { return true };
+        above = parent;
+    }
+    false
+}
+
 /// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
 fn parse_line(line: &[u8]) -> Option<KernelMount> {
     let mut fields = line.split(|&byte| byte == b' ');
@@ -205,6 +228,28 @@ mod tests {
         assert_eq!((mounts[1].id, mounts[1].parent), (37, 36));
         assert_eq!(mounts[1].image(), None);
         assert_eq!(mounts[2].target, Path::new("/a\\9b"));
+    }
+
+    #[test]
+    fn a_mount_is_reached_unless_something_covers_it_or_the_way_there() {
+        let mounts = |more: &str| {
+            let text = format!(
+                "1 1 0:1 / / rw - rootfs rootfs rw\n\
+                 2 1 0:2 / /a rw - ext4 a rw\n\
+                 3 2 0:3 / /a/b/m rw - overlay ours rw\n\
+                 4 3 0:4 / /a/b/m/sub rw - overlay part rw\n\
+                 5 2 0:5 / /a/b/m2 rw - tmpfs beside rw\n\
+                 {more}"
+            );
+            let mounts = parse(text.as_bytes());
+            let ours = mounts.iter().position(|it| it.id == 3).unwrap();
+            is_reachable(&mounts, &mounts[ours])
+        };
+        assert!(mounts(""));
+        for covering in ["3 0:6 / /a/b/m", "2 0:6 / /a/b", "2 0:6 / /a", "1 0:6 / /a"] {
+            assert!(!mounts(&format!("6 {covering} rw - fuse x rw")), "{covering}");
+        }
+        assert!(mounts("6 4 0:6 / /a/b/m/sub rw - fuse x rw"), "what is in it covers only that");
     }
 
     /// Whatever stands there, reading it ends.

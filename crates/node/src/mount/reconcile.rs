@@ -176,7 +176,8 @@ impl<'r> Kernel<'r> {
 
 impl Mounter<'_> {
     /// What the kernel says of a recorded mount, and where it is on top, if it is anywhere. Looks at
-    /// the target only, unless that is not it.
+    /// the target only, unless that is not it. Asks no filesystem on the way there: one that does
+    /// not answer would hold up everybody who looks at all mounts.
     pub(crate) fn locate(
         &self,
         record: &MountRecord,
@@ -197,18 +198,17 @@ impl Mounter<'_> {
         {
             return Ok((MountState::Live, Some(record.target.clone())));
         }
-        let source = source_of(&record.image);
-        let mut mounts = kernel.mounts()?.iter();
-        let Some(found) = mounts.find(|m| m.id == mount.id && m.source == source) else {
+        // In mountinfo the number may be that of another mount of the same image by now.
+        let exists = mount.unique.and_then(cofolio_sys::mount::mount_exists);
+        if exists == Some(false) {
             return Ok(gone);
-        };
-        // On top at its place, or below something?
-        match numbers_at(&found.target) {
-            Ok(numbers) if mount.is(numbers.id, numbers.unique) => {
+        }
+        let (mounts, source) = (kernel.mounts()?, source_of(&record.image));
+        match mounts.iter().find(|it| it.id == mount.id && it.source == source) {
+            Some(found) if mountinfo::is_reachable(mounts, found) => {
                 Ok((MountState::Live, Some(found.target.clone())))
             }
-            // The number went to another mount of the same image since.
-            Ok(numbers) if numbers.id == mount.id => Ok(gone),
+            None if exists.is_none() => Ok(gone),
             _ => Ok((MountState::Covered, None)),
         }
     }
@@ -235,7 +235,9 @@ impl Mounter<'_> {
         // What is kept is not removed, but may still be written to.
         let upper = record.upper.as_ref();
         let dir = changes.as_deref().or(upper.map(|upper| &*upper.dir));
-        let in_use = match upper.filter(|upper| upper.given).map(|it| upper::open_own(&it.dir)) {
+        // In doubt it is in use, as where a filesystem on the way to it does not answer.
+        let open_given = |dir: &Path| kernel::open_cached(dir).and_then(|_| upper::open_own(dir));
+        let in_use = match upper.filter(|upper| upper.given).map(|it| open_given(&it.dir)) {
             None => dir.map_or(Ok(false), |dir| has_overlay(dir, &self.patience))?,
             Some(Err(Errno::NOENT)) => false,
             // By descriptor: its path may lead elsewhere at any moment.
@@ -258,7 +260,11 @@ impl Mounter<'_> {
         // The kernel takes what is mounted on a directory that is removed from all namespaces.
         let run = fs::canonicalize(self.run.path());
         let is_own = || run.is_ok_and(|run| record.target.starts_with(run));
-        let is_free = || !in_use::is_target_elsewhere(&self.root, &record.target);
+        // No filesystem is asked that need not answer: then the directory stays.
+        let is_free = || {
+            kernel::open_cached(&record.target).is_ok()
+                && !in_use::is_target_elsewhere(&self.root, &record.target)
+        };
         if record.created_target && !is_elsewhere && (is_own() || is_free()) {
             let _ = fs::remove_dir(&record.target);
         }

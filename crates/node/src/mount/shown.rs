@@ -1,15 +1,16 @@
 //! The superblocks that files of mounted images are opened on, for the ledger.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, LAYERS_MAX};
-use rustix::fs::{AtFlags, CWD, StatxFlags};
+use cofolio_sys::mount::{mount_exists, mount_id};
+use rustix::fs::{AtFlags, StatxFlags};
+use rustix::io::Errno;
 
 use super::error::{At as _, MountError};
 use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
 use super::state::{MountRecord, PinRecord, RunDir, list, read_json};
-use super::{MountPhase, numbers_at, sparse};
+use super::{MountPhase, open_cached, sparse};
 use crate::settings::Backend;
 
 /// A superblock of ours in this mount namespace.
@@ -51,27 +52,26 @@ impl MountRecord {
         if !self.may_have_own_superblock() {
             return Ok(None);
         }
-        let Some(upper) = &self.upper else { return Ok(None) };
-        let found = match numbers_at(&self.target) {
-            Err(error) if is_absent(&error) => return Ok(None),
-            found => found.at("look at", &self.target)?,
+        let (Some(upper), Some(mount)) = (&self.upper, self.mount) else { return Ok(None) };
+        let open = |path: &Path| match open_cached(path) {
+            Err(Errno::NOENT | Errno::NOTDIR) => Ok(None),
+            // The path to a mount that has ended need not be in the cache.
+            Err(Errno::AGAIN) if mount.unique.and_then(mount_exists) == Some(false) => Ok(None),
+            opened => opened.at("look at", path).map(Some),
         };
-        if !found.is_root || !self.mount.is_some_and(|it| it.is(found.id, found.unique)) {
+        let Some(root) = open(&self.target)? else { return Ok(None) };
+        let found = mount_id(root, "").at("look at", &self.target)?;
+        if !found.is_root || !mount.is(found.id, found.unique) {
             return Ok(None);
         }
         let inside = upper.dirs.first().map(|dir| sparse::below(dir).to_owned());
         let inside = inside.unwrap_or_default();
         let path = self.target.join(&inside);
+        let Some(part) = open(&path)? else { return Ok(None) };
         // A FUSE server may be mounted over it, and need not answer.
-        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
-        let found = rustix::fs::statx(CWD, &path, flags, StatxFlags::empty());
-        let device = match found.map_err(io::Error::from) {
-            Err(error) if is_absent(&error) => return Ok(None),
-            found => {
-                let found = found.at("look at", &path)?;
-                (found.stx_dev_major, found.stx_dev_minor)
-            }
-        };
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let found = rustix::fs::statx(part, "", flags, StatxFlags::empty()).at("look at", &path)?;
+        let device = (found.stx_dev_major, found.stx_dev_minor);
         if upper.device.is_some_and(|known| known != device) {
             return Ok(None);
         }
@@ -193,11 +193,6 @@ impl SharedSuperblocks {
             Err(_) => self.failed.push(path),
         }
     }
-}
-
-/// Whether nothing is at a path.
-fn is_absent(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
 fn numbers(device: u64) -> (u32, u32) {

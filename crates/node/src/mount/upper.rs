@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, Domain, Purpose, replace_file};
 use rustix::fs::{
-    AtFlags, CWD, Dir, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid,
-    XattrFlags, openat, unlinkat,
+    AtFlags, CWD, Dir, FlockOperation, Gid, Mode, OFlags, ResolveFlags, StatxFlags, Timespec,
+    Timestamps, Uid, XattrFlags, openat, unlinkat,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::Mounter;
 use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
-use super::kernel::{open_dir, open_directory_below, path_of, reopen};
+use super::kernel::{open_cached, open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
 use super::state::{
     MountRecord, RunDir, Upper, is_at, list, read_json, read_small, to_json, try_flock,
@@ -327,13 +327,20 @@ fn kept_in(dir: &Path) -> Result<Option<KeptChanges>, MountError> {
 pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<KeptChanges>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
-    // By inode: a bind mount shows the store at another path.
-    let inode = |dir: &Path| fs::metadata(dir).map(|found| (found.dev(), found.ino())).ok();
-    let used = run.records()?.0.into_iter().filter_map(|record| inode(&record.upper?.dir));
-    let used: HashSet<_> = used.collect();
+    // By inode: a bind mount shows the store at another path. And by name, which is given once: a
+    // filesystem on the way to what a mount uses need not answer.
+    let inode = |opened: rustix::io::Result<OwnedFd>| {
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let found = rustix::fs::statx(opened.ok()?, "", flags, StatxFlags::INO).ok()?;
+        Some((found.stx_dev_major, found.stx_dev_minor, found.stx_ino))
+    };
+    let used = run.records()?.0.into_iter().filter_map(|record| Some(record.upper?.dir));
+    let used: Vec<_> = used.collect();
+    let inodes: HashSet<_> = used.iter().filter_map(|dir| inode(open_cached(dir))).collect();
+    let names: HashSet<_> = used.iter().filter_map(|dir| dir.file_name()?.to_str()).collect();
     let dirs = list(&base)?.into_iter().filter(|name| !name.starts_with(GONE));
-    let dirs = dirs.map(|name| base.join(name));
-    let unused = dirs.filter(|dir| !inode(dir).is_some_and(|it| used.contains(&it)));
+    let dirs = dirs.filter(|name| !names.contains(&**name)).map(|name| base.join(name));
+    let unused = dirs.filter(|dir| !inode(open_dir(dir)).is_some_and(|it| inodes.contains(&it)));
     let unreadable = |dir| KeptChanges {
         dir,
         image: None,

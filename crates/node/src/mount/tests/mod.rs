@@ -11,6 +11,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::Path;
 
 use cofolio_store::Store;
+use rustix::fs::CWD;
 
 use super::kernel::LayerStyle;
 use super::mountinfo::source_of;

@@ -12,6 +12,34 @@ use super::fixture::{Fixture, needs_mounts};
 use super::*;
 use crate::mount::sparse::{ask, detach_if_unchanged};
 
+/// A FUSE server that answers nothing. It ends after a minute, so that a test which waits for it
+/// fails.
+struct SilentServer {
+    end: mpsc::Sender<()>,
+    thread: std::thread::JoinHandle<bool>,
+}
+
+impl SilentServer {
+    fn mount(at: &Path) -> Option<Self> {
+        let server = fs::File::options().read(true).write(true).open("/dev/fuse").ok()?;
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+        let options = std::ffi::CString::new(options).unwrap();
+        rustix::mount::mount("silent", at, "fuse", MountFlags::empty(), &*options).unwrap();
+        let (end, ended) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let waited = ended.recv_timeout(std::time::Duration::from_secs(60));
+            drop(server);
+            waited != Err(mpsc::RecvTimeoutError::Timeout)
+        });
+        Some(Self { end, thread })
+    }
+
+    fn end(self) {
+        drop(self.end);
+        assert!(self.thread.join().unwrap(), "somebody waited for the server");
+    }
+}
+
 fn sparse(fixture: &Fixture, name: &str) -> MountRequest {
     MountRequest { writable_dirs: vec!["/sub".into()], ..writable(fixture, name) }
 }
@@ -312,17 +340,15 @@ fn copies_keep_their_writable_directories() {
 #[test]
 fn a_silent_server_holds_up_nothing() {
     needs_mounts!();
-    let Ok(server) = fs::File::options().read(true).write(true).open("/dev/fuse") else {
-        return eprintln!("SKIP a_silent_server_holds_up_nothing: there is no /dev/fuse");
-    };
     let fixture = Fixture::new();
     let mounter = fixture.mounter();
     let request = sparse(&fixture, "one");
     let record = mounter.mount(&request).unwrap();
     let sub = request.target.join("sub");
-    let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
-    let options = std::ffi::CString::new(options).unwrap();
-    rustix::mount::mount("silent", &sub, "fuse", MountFlags::empty(), &*options).unwrap();
+    let Some(server) = SilentServer::mount(&sub) else {
+        umount(&mounter, &request.target);
+        return eprintln!("SKIP a_silent_server_holds_up_nothing: there is no /dev/fuse");
+    };
     let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
     assert!(matches!(error, MountError::Busy { .. }), "{error}");
     assert!(error.to_string().contains("something is mounted at"), "{error}");
@@ -330,7 +356,67 @@ fn a_silent_server_holds_up_nothing() {
     assert_eq!(mounter.list().unwrap().mounts.len(), 1);
     assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
     kernel::unmount(&sub, true).unwrap();
+    server.end();
     umount(&mounter, &request.target);
+    fixture.assert_clean("at the end");
+}
+
+/// A FUSE server that does not answer was mounted over the directory of a mount. Whoever looked at
+/// all mounts waited for it until killed: `mounts`, `gc`, `umount` and `mount` of others, the
+/// daemon.
+#[test]
+fn a_silent_server_above_a_target_holds_up_nobody() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let above = fixture.target("above");
+    let covered = [
+        read_only(&fixture, "above/read-only"),
+        writable(&fixture, "above/writable"),
+        sparse(&fixture, "above/sparse"),
+    ];
+    let covered = covered.map(|request| mounter.mount(&request).unwrap());
+    // Somebody has unmounted another one there.
+    let gone = MountRequest::new(fixture.image, fixture.path("above/gone"));
+    let gone = mounter.mount(&MountRequest { create_target: true, ..gone }).unwrap();
+    kernel::unmount(&gone.target, false).unwrap();
+    let other = mounter.mount(&writable(&fixture, "one")).unwrap();
+    let Some(server) = SilentServer::mount(&above) else {
+        [&other].into_iter().chain(&covered).for_each(|it| _ = umount(&mounter, &it.target));
+        let test = "a_silent_server_above_a_target_holds_up_nobody";
+        return eprintln!("SKIP {test}: there is no /dev/fuse");
+    };
+
+    let states = || {
+        let mounts = mounter.list().unwrap().mounts.into_iter();
+        mounts.map(|it| (it.record.id, it.state)).collect::<std::collections::HashMap<_, _>>()
+    };
+    let before = states();
+    assert_eq!(before[&gone.id], MountState::Gone);
+    assert_eq!(before[&other.id], MountState::Live);
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.mounts, done.failed), (vec![gone.id], vec![]));
+    umount(&mounter, &other.target);
+    mounter.mount(&writable(&fixture, "two")).unwrap();
+    umount(&mounter, &fixture.target("two"));
+    for record in &covered {
+        assert_eq!(states()[&record.id], MountState::Covered, "{}", record.target.display());
+        let known = record.own_superblock(mounter.run_dir());
+        // Nobody can say that it is gone.
+        assert!(known.is_err() || record.upper.is_none(), "{known:?}");
+        let error = mounter.umount(Path::new(&record.id), &UmountOptions::default()).unwrap_err();
+        assert!(matches!(error, MountError::Covered { .. }), "{error}");
+    }
+    assert_eq!(mounter.live_images().unwrap(), [fixture.image]);
+
+    kernel::unmount(&above, true).unwrap();
+    server.end();
+    for record in &covered {
+        assert_eq!(states()[&record.id], MountState::Live, "{}", record.target.display());
+        umount(&mounter, &record.target);
+    }
+    // It was made for a mount, and could not be removed with that.
+    fs::remove_dir(&gone.target).unwrap();
     fixture.assert_clean("at the end");
 }
 
