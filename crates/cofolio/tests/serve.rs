@@ -895,3 +895,35 @@ fn warm_reads_an_image_ahead() {
         commons.iter().for_each(|commons| _ = std::fs::remove_dir(commons));
     }
 }
+
+/// A FUSE server above a mount did not answer, and a daemon that was started then waited for it in
+/// the kernel: it served figures of the time 0, and SIGTERM did not end it.
+#[test]
+fn a_silent_server_above_a_mount_does_not_hold_up_the_daemon() {
+    let test = "a_silent_server_above_a_mount_does_not_hold_up_the_daemon";
+    if !can_mount(test) {
+        return;
+    }
+    if !Path::new("/dev/fuse").exists() {
+        return skip(test, "there is no /dev/fuse");
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.dir("above/mnt");
+    sandbox.run(&["mount", "--rw", "box:1", target.to_str().unwrap()]).ok();
+    // It ends after a minute, so that a daemon that waits for it goes on.
+    let script = "exec 7<>/dev/fuse
+        mount -i -t fuse -o fd=7,rootmode=40000,user_id=0,group_id=0 silent \"$1\" && echo mounted
+        exec sleep 60";
+    let mut server = Command::new("sh");
+    server.args(["-c", script, "sh", &sandbox.text("above")]);
+    let mut server = Killed::ready(&mut server, "mounted");
+    let mut daemon = Daemon::start(&sandbox, &[]);
+    let sample = daemon.sample();
+    assert!(sample["time"].as_i64() > Some(0), "{sample}");
+    assert_eq!(sample["unknown"]["mounts"], 1, "{sample}");
+    let daemon_id = rustix::process::Pid::from_child(&daemon.child.0);
+    rustix::process::kill_process(daemon_id, rustix::process::Signal::TERM).unwrap();
+    assert!(daemon.child.0.wait().unwrap().success());
+    assert!(server.0.try_wait().unwrap().is_none(), "the daemon waited for the server");
+}

@@ -84,9 +84,10 @@ impl Superblocks {
     }
 }
 
-/// Opens a directory of a superblock, and fails if another one is there by now.
+/// Opens a directory of a superblock, and fails if another one is there by now, or if a filesystem
+/// on the way would have to be asked.
 pub(super) fn open_directory(path: &Path, device: Device) -> io::Result<OwnedFd> {
-    let directory = crate::mount::open_dir(path)?;
+    let directory = crate::mount::open_cached(path)?;
     let found = Found::at(&directory, Path::new(""), AtFlags::EMPTY_PATH)?;
     if found.device != device {
         return Err(io::ErrorKind::NotFound.into());
