@@ -1,7 +1,7 @@
 //! Text files of the kernel, also those whose length a container decides.
 
 use std::fs::File;
-use std::io::{self, BufRead as _, BufReader, Read as _};
+use std::io::{self, BufRead, BufReader, Read as _};
 use std::path::Path;
 
 /// Bytes of a line that is read; a line of `/proc/PID/mountinfo` can have some megabytes.
@@ -18,8 +18,16 @@ pub(crate) fn read(path: &Path) -> io::Result<String> {
 
 /// Calls `each` for every line of a file, in bounded memory and for a bounded length. Says whether
 /// those were all lines.
-pub(crate) fn for_each_line(path: &Path, mut each: impl FnMut(&[u8])) -> io::Result<bool> {
-    let mut text = BufReader::new(File::open(path)?).take(TEXT_MAX as u64);
+pub(crate) fn for_each_line(path: &Path, each: impl FnMut(&[u8])) -> io::Result<bool> {
+    for_each_line_of(BufReader::new(File::open(path)?), each)
+}
+
+/// [`for_each_line`] of a file that is read elsewhere.
+pub(crate) fn for_each_line_of(
+    text: impl BufRead,
+    mut each: impl FnMut(&[u8]),
+) -> io::Result<bool> {
+    let mut text = text.take(TEXT_MAX as u64);
     let (mut line, mut is_whole) = (Vec::new(), true);
     loop {
         line.clear();

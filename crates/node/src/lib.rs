@@ -1,5 +1,6 @@
 //! This machine: mounting, containers, upkeep, the ledger, the commons, surveys, probes, configuration, policy.
 
+pub(crate) mod address_space;
 pub mod backend;
 pub(crate) mod cache;
 pub mod cgroup;

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
-use crate::kernel_text::for_each_line;
+use crate::address_space::Maps;
+use crate::kernel_text::for_each_line_of;
 
 /// Major and minor number of a filesystem.
 pub(crate) type Device = (u32, u32);
@@ -78,7 +79,7 @@ pub(crate) fn mapped(
 /// Calls `each` for every mapping of a file of a process, by its directory. Says whether those were all:
 /// a process can have any number of them.
 pub(crate) fn mappings(process: &Path, mut each: impl FnMut(Mapping<'_>)) -> io::Result<bool> {
-    for_each_line(&process.join("maps"), |line| parse(line).into_iter().for_each(&mut each))
+    for_each_line_of(Maps::of(process), |line| parse(line).into_iter().for_each(&mut each))
 }
 
 pub(crate) fn directory(root: &Path, pid: u32) -> PathBuf {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
+use crate::address_space::{access_time, own_time};
 
 /// Processor time of this thread that work may take. The work looks at it between its steps, ends
 /// early and goes on with the next call.
@@ -26,8 +26,8 @@ impl Budget {
     }
 }
 
-/// Processor time that this thread has taken so far.
+/// Processor time that this thread has taken so far, with that of the threads that have looked at
+/// processes for it.
 pub fn thread_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+    own_time() + access_time()
 }

@@ -24,6 +24,7 @@ use super::shares::Shares;
 use super::superblocks::{Changes, Found, MountEvents, Superblocks};
 use super::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown};
+use crate::address_space;
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
 use crate::processes::{self, MOUNT_ID, mount_id};
@@ -344,8 +345,9 @@ impl Ledger {
             self.unread = Missed::default();
         }
         while let Some(pid) = self.round.pop() {
-            self.look_at(pid);
-            if budget.is_spent() {
+            let has_answered = self.look_at(pid);
+            // Otherwise opened files have waited for it, and must not wait for the next one.
+            if budget.is_spent() || !has_answered {
                 break;
             }
         }
@@ -358,7 +360,8 @@ impl Ledger {
         Ok(is_complete)
     }
 
-    fn look_at(&mut self, pid: u32) {
+    /// Notes what a process maps. Says whether it has answered.
+    fn look_at(&mut self, pid: u32) -> bool {
         let Self { superblocks, index, root, .. } = self;
         let mut used = Vec::new();
         let read = processes::mapped(root, pid, |mapping| {
@@ -371,8 +374,14 @@ impl Ledger {
             self.superblocks.mark_new(&self.root, opens);
         }
         let is_noted = used.is_empty() || self.note_mapped(pid, used);
+        let process = processes::directory(&self.root, pid);
+        let read = read.and_then(|is_read| address_space::check(&process).map(|()| is_read));
+        let has_answered = !read.as_ref().is_err_and(address_space::is_unanswered);
+        if !has_answered {
+            self.superblocks.keep_seen_by(pid);
+        }
         let why = match read {
-            Ok(true) if is_whole && is_noted => return,
+            Ok(true) if is_whole && is_noted => return true,
             Err(error) => error.to_string(),
             Ok(false) => "its list of mappings is too long".to_owned(),
             Ok(true) if is_whole => {
@@ -381,9 +390,10 @@ impl Ledger {
             Ok(true) => "too much to look at, or its mounts cannot be read".to_owned(),
         };
         // It may have ended.
-        if processes::directory(&self.root, pid).exists() {
+        if process.exists() {
             self.unread.add(|| format!("process {pid}: {why}"));
         }
+        has_answered
     }
 
     /// Notes what a process maps. Says whether all of it could be noted.

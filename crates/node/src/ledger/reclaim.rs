@@ -16,18 +16,19 @@ use std::fs::File;
 use std::io;
 use std::ops::{ControlFlow, Range};
 use std::path::{Component, Path};
+use std::time::Duration;
 
 use cofolio_store::Digest;
 use cofolio_sys::cache::{self, FileMap};
-use cofolio_sys::{pagemap, process};
+use cofolio_sys::pagemap;
 use rustix::fs::{Advice, fadvise};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use super::live::SLICE;
-use super::pagemap::without_copies;
+use super::pagemap::page_out;
 use super::usage::{CgroupId, ObjectId};
 use super::{Budget, Ledger, LedgerError, Result, UsedImage};
+use crate::address_space::is_unanswered;
 use crate::processes;
 
 /// Whose objects are dropped.
@@ -305,19 +306,21 @@ impl Ledger {
                 break;
             }
             self.take_events_between(&mut slice);
-            self.add_mappings(pid, &wanted, &mut found, &mut steps_left);
+            if !self.add_mappings(pid, &wanted, &mut found, &mut steps_left) {
+                slice = Budget::of(Duration::ZERO);
+            }
         }
         found
     }
 
-    /// Adds where one process maps these objects.
+    /// Adds where one process maps these objects. Says whether it has answered.
     fn add_mappings(
         &mut self,
         pid: u32,
         wanted: &HashSet<ObjectId>,
         found: &mut Mappings,
         steps_left: &mut u32,
-    ) {
+    ) -> bool {
         let Self { superblocks, index, root, .. } = self;
         let mut fits = true;
         let read = processes::mappings(&processes::directory(root, pid), |mapping| {
@@ -337,8 +340,10 @@ impl Ledger {
             *steps_left = left;
             found.by_object.entry(object).or_default().push((pid, addresses));
         });
+        let has_answered = !read.as_ref().is_err_and(is_unanswered);
         let is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false) && fits;
         found.unread += u64::from(!is_whole && processes::directory(root, pid).exists());
+        has_answered
     }
 
     /// Drops objects in this order until so many bytes are free.
@@ -405,17 +410,9 @@ impl Ledger {
                 if self.cancel.is_cancelled() {
                     break;
                 }
-                let pid = i32::try_from(of_process[0].0).ok().and_then(Pid::from_raw);
-                // A process may end, or unmap the object, meanwhile. If another one has its number
-                // or its addresses now, that one only has to read pages again.
-                if let Some(Ok(pidfd)) = pid.map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
-                    let parts = of_process
-                        .iter()
-                        .filter_map(|(pid, range)| without_copies(&self.root, *pid, range).ok());
-                    // One by one, so that a locked part does not spare those behind it.
-                    for part in parts.flatten() {
-                        let _ = process::page_out(&pidfd, std::slice::from_ref(&part));
-                    }
+                for (pid, addresses) in of_process {
+                    let process = processes::directory(&self.root, *pid);
+                    let _ = page_out(&process, *pid, addresses.clone());
                 }
             }
             let _ = fadvise(&file, 0, None, Advice::DontNeed);

@@ -38,6 +38,7 @@ use super::numbers_at;
 use super::sparse::below;
 use super::state::Upper;
 use super::upper::{make_below, open_below};
+use crate::address_space::{is_unanswered, probe_and_access};
 use crate::processes;
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
@@ -368,7 +369,9 @@ fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
 /// for an open or mapped file. `devices` are the mounts' superblocks.
 ///
 /// A process that cannot be asked, or not about everything, is no user for that: anybody can make
-/// one, and no mount could be unmounted any more. Who has to be sure asks the kernel as well.
+/// one, and no mount could be unmounted any more. Who has to be sure asks the kernel as well. But
+/// one that does not answer what it maps counts, unless another user is found: it may be waiting
+/// for what it does here.
 ///
 /// # Errors
 /// Those of listing all processes, and of a process where this one has no room to ask: no
@@ -378,48 +381,82 @@ pub(super) fn process_on(
     mounts: &HashSet<u64>,
     devices: &[(u32, u32)],
 ) -> io::Result<Option<String>> {
-    let is_on = |path: PathBuf| {
-        // A FUSE server is not asked: it need not answer.
-        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
-        let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
-        let found = found.map(|it| mounts.contains(&it.stx_mnt_id));
-        default_unless_exhausted(found.map_err(io::Error::from))
-    };
+    let mut unanswered = None;
     for process in numbers(&root.join("proc"))? {
-        for file in files_of(&process, devices)? {
-            if is_on(file)? {
-                return Ok(Some(named(&process)));
+        let mut is_user = is_any_on(&files_of(&process)?, mounts)?;
+        // One deadline is enough to wait for: whoever asks holds a lock.
+        if !is_user && unanswered.is_none() {
+            match maps_one_on(&process, mounts, devices) {
+                Err(error) if is_unanswered(&error) => {
+                    unanswered = Some(format!("{}: {error}", named(&process)));
+                }
+                asked => is_user = asked?,
             }
         }
+        if is_user {
+            return Ok(Some(named(&process)));
+        }
     }
-    Ok(None)
+    Ok(unanswered)
 }
 
-/// Links to the files of a process, as far as it can be asked; of the mapped ones, those on these
-/// superblocks.
-fn files_of(process: &Path, devices: &[(u32, u32)]) -> io::Result<Vec<PathBuf>> {
+/// Whether one of these links leads to a file of these mounts.
+fn is_any_on(links: &[PathBuf], mounts: &HashSet<u64>) -> io::Result<bool> {
+    for link in links {
+        // A FUSE server is not asked: it need not answer.
+        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+        let found = rustix::fs::statx(CWD, link, flags, StatxFlags::MNT_ID);
+        let is_on = found.map(|it| mounts.contains(&it.stx_mnt_id)).map_err(io::Error::from);
+        if default_unless_exhausted(is_on)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether a process maps a file of these mounts, which are of these superblocks, as far as it can
+/// be asked.
+///
+/// # Errors
+/// [`is_unanswered`] ones; those of asking without room.
+fn maps_one_on(process: &Path, mounts: &HashSet<u64>, devices: &[(u32, u32)]) -> io::Result<bool> {
+    /// Links that are looked at in one access.
+    const LINKS_MAX: usize = 1000;
+    let mut links = Vec::new();
+    default_unless_exhausted(processes::mappings(process, |mapping| {
+        let link = mapping.link().filter(|_| devices.contains(&mapping.device));
+        links.extend(link.map(|link| process.join(link)));
+    }))?;
+    for links in links.chunks(LINKS_MAX) {
+        let (links, mounts) = (links.to_vec(), mounts.clone());
+        if probe_and_access(process, move || is_any_on(&links, &mounts))? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Links to the files of a process but those that it maps, as far as it can be asked.
+fn files_of(process: &Path) -> io::Result<Vec<PathBuf>> {
     // All threads have the same program and mappings and, as a rule, the same files.
     let mut files = default_unless_exhausted(numbers(&process.join("fd")))?;
     files.push(process.join("exe"));
     for task in default_unless_exhausted(numbers(&process.join("task")))? {
         files.extend(["cwd", "root"].map(|name| task.join(name)));
     }
-    default_unless_exhausted(processes::mappings(process, |mapping| {
-        let link = mapping.link().filter(|_| devices.contains(&mapping.device));
-        files.extend(link.map(|link| process.join(link)));
-    }))?;
     Ok(files)
 }
 
 /// A failed question about one process has the default answer, unless this process had no room to
-/// ask.
+/// ask, or the other one does not answer.
 fn default_unless_exhausted<T: Default>(asked: io::Result<T>) -> io::Result<T> {
     let is_exhausted = |error: &io::Error| {
         let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-        matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
+        // EAGAIN: there is no room for a thread.
+        matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::AGAIN))
     };
     match asked {
-        Err(error) if is_exhausted(&error) => Err(error),
+        Err(error) if is_exhausted(&error) || is_unanswered(&error) => Err(error),
         asked => Ok(asked.unwrap_or_default()),
     }
 }

@@ -23,7 +23,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use cofolio_store::{Digest, Domain};
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::super::index::{Index, IndexedDomain};
@@ -31,7 +31,8 @@ use super::super::usage::{ObjectId, SuperblockId};
 use super::look::{Look, STEPS_OF_A_TABLE, proven};
 use super::namespaces::{Namespaces, Shown, backend_of};
 use super::tables::Inodes;
-use super::{Changes, Found, Place, Superblock, Superblocks, Upper, id_of};
+use super::{Changes, Place, Superblock, Superblocks, Upper, id_of};
+use crate::address_space::probe_and_access;
 use crate::mount::{KernelMount, ShownSuperblock};
 use crate::processes::{self, Device, Mapping};
 use crate::settings::Backend;
@@ -73,7 +74,9 @@ impl Sighting {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let file = rustix::fs::open(&self.file, flags, Mode::empty())?;
+        let path = self.file.clone();
+        let open = move || Ok(rustix::fs::open(path, flags, Mode::empty())?);
+        let file = probe_and_access(&process, open)?;
         // Another file may be mapped there by now.
         let mount = cofolio_sys::mount::mount_id(&file, "")?;
         match namespaces.of(root, self.pid, &mut None)?.has_mount(device, mount.id) {
@@ -155,7 +158,7 @@ impl Superblocks {
         if superblock.layer_devices.iter().any(|(_, known)| *known == layer) {
             return;
         }
-        if let Ok(found) = Found::at(CWD, &self.look.file(mapping), AtFlags::empty()) {
+        if let Some(found) = self.look.found(mapping) {
             self.learn_device(slot, found.device, layer);
         }
     }
@@ -198,6 +201,17 @@ impl Superblocks {
             is_missing
         });
         shown.into_iter().for_each(|shown| shown.searched = Some(round));
+    }
+
+    /// A process could not be looked at: what it mapped before was not unmounted.
+    pub(in super::super) fn keep_seen_by(&mut self, pid: u32) {
+        for superblock in self.slots.iter_mut().flatten() {
+            if let Place::Adopted(sighting) = &mut superblock.place
+                && sighting.pid == pid
+            {
+                sighting.round = self.rounds;
+            }
+        }
     }
 
     /// To be called after each round over all processes.

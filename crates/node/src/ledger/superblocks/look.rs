@@ -11,12 +11,15 @@ use std::sync::Arc;
 
 use cofolio_sys::cache::{self, FileMap};
 use cofolio_sys::pagemap;
+use rustix::fs::{AtFlags, CWD};
 
 use super::super::index::Index;
+use super::super::pagemap::{entries, steps};
 use super::super::usage::ObjectId;
 use super::namespaces::{Namespaces, Seeing, Shown};
 use super::tables::Inodes;
-use super::{Superblock, adopted};
+use super::{Found, Superblock, adopted};
+use crate::address_space::{is_unanswered, probe_and_access};
 use crate::processes::{self, Mapping};
 use crate::settings::Backend;
 
@@ -73,6 +76,20 @@ impl Look {
         shown.ok()
     }
 
+    /// A mapped file.
+    pub(super) fn found(&mut self, mapping: &Mapping<'_>) -> Option<Found> {
+        let file = self.file(mapping);
+        let find = move || Ok(Found::at(CWD, &file, AtFlags::empty())?);
+        let found = probe_and_access(&processes::directory(&self.root, self.pid), find);
+        self.note(found).ok()
+    }
+
+    /// Notes whether the process has answered.
+    fn note<T>(&mut self, asked: io::Result<T>) -> io::Result<T> {
+        self.is_whole &= !asked.as_ref().is_err_and(is_unanswered);
+        asked
+    }
+
     /// A link to a mapped file.
     pub(super) fn file(&self, mapping: &Mapping<'_>) -> PathBuf {
         let link = mapping.link().unwrap_or_default();
@@ -126,17 +143,16 @@ pub(super) fn mapped_frames(
 ) -> io::Result<Vec<(u64, u64)>> {
     let mut pages = Vec::new();
     let Some(addresses) = mapping.addresses(size) else { return Ok(pages) };
-    let end = addresses.end;
-    let file = File::open(processes::directory(&look.root, look.pid).join("pagemap"))?;
-    let mut at = addresses.start;
-    while at < end && pages.len() < COMPARED_MAX && look.spend(1).is_some() {
-        let step = at..end.min(at.saturating_add(pagemap::STEP * cache::page_size()));
-        at = step.end;
-        pagemap::entries(&file, step, |address, entry| {
+    let process = processes::directory(&look.root, look.pid);
+    for step in steps(addresses.clone()) {
+        if pages.len() >= COMPARED_MAX || look.spend(1).is_none() {
+            break;
+        }
+        for (address, entry) in look.note(entries(&process, step))? {
             if let Some(frame) = entry.frame().filter(|_| entry.is_of_file()) {
                 pages.push((mapping.offset + (address - addresses.start), frame));
             }
-        })?;
+        }
     }
     pages.truncate(COMPARED_MAX);
     Ok(pages)

@@ -43,7 +43,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cofolio_store::Digest;
-use rustix::fs::{AtFlags, CWD, Statx, StatxFlags};
+use rustix::fs::{AtFlags, Statx, StatxFlags};
 
 use self::adopted::Sighting;
 use self::look::Look;
@@ -237,7 +237,7 @@ impl Superblocks {
         if let Some(object) = self.identified.get(&key) {
             return Some((id_of(slot)?, *object));
         }
-        let found = Found::at(CWD, &self.look.file(mapping), AtFlags::empty()).ok()?;
+        let found = self.look.found(mapping)?;
         let object = self.identify(slot, found, index)?;
         if self.identified.len() >= IDENTIFIED_MAX {
             self.identified.clear();

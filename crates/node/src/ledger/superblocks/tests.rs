@@ -11,6 +11,7 @@ use cofolio_store::task::Task;
 use cofolio_store::verity::digest;
 use cofolio_store::{Digest, InitOptions, Store};
 use cofolio_sys::{cache, pagemap};
+use rustix::fs::{CWD, FileType, Mode};
 
 use super::super::index::Index;
 use super::super::reclaim::Scope;
@@ -22,9 +23,10 @@ use super::namespaces::Namespaces;
 use super::refresh::Changes;
 use super::tables::Inodes;
 use super::{Place, Superblock, Superblocks};
+use crate::address_space;
 use crate::cgroup::Hierarchy;
 use crate::mount::RunDir;
-use crate::processes::{Device, Mapping};
+use crate::processes::{self, Device, Mapping};
 use crate::settings::Backend;
 
 const IMAGE: &str = "2492664271cd9a238b4cf0dfb7eee50a5b508206ffb2f994a5a9f3d588849784";
@@ -310,6 +312,41 @@ fn processes_that_cannot_be_read_are_named() {
     let warnings = moved.ledger.report().unwrap().warnings;
     let [warning] = &warnings[..] else { panic!("{warnings:?}") };
     assert!(warning.starts_with("process 2: Is a directory"), "{warning}");
+}
+
+/// A process held its own `mmap_lock` for as long as its FUSE server liked. The ledger waited with
+/// it, and no figure was taken any more. A FIFO without a writer holds up whoever opens it.
+#[test]
+fn a_process_that_does_not_answer_is_named_and_keeps_its_uses() {
+    let mut moved = Moved::new(u64::MAX);
+    assert_eq!(moved.to("/a"), (1, 0));
+    let mapping = fs::read(moved.made_up.root().join("proc/1/maps")).unwrap();
+    let maps = moved.made_up.root().join("proc/1/maps");
+    fs::remove_file(&maps).unwrap();
+    rustix::fs::mknodat(CWD, &maps, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    fs::write(moved.made_up.root().join("proc/1/cgroup"), "0::/a\n").unwrap();
+    // Nothing else knows the superblock.
+    moved.made_up.shows("a", "");
+    let ledger = &mut moved.ledger;
+    for _ in 0..6 {
+        while !ledger.sample_processes(&Budget::UNLIMITED).unwrap() {}
+        ledger.superblocks.drop_adopted(&mut Changes::default());
+        let report = ledger.report().unwrap();
+        assert_eq!((ledger.usage.count().entries, report.unknown.processes), (1, 1));
+        let warning = "process 1: it does not answer: its mmap_lock is held";
+        assert_eq!(report.warnings, [warning]);
+        assert!(ledger.superblocks.get(SuperblockId(0)).is_some());
+    }
+    // It answers again.
+    moved.made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
+    moved.ledger.superblocks.drop_adopted(&mut Changes::default());
+    File::options().write(true).open(&maps).unwrap().write_all(&mapping).unwrap();
+    fs::remove_file(&maps).unwrap();
+    fs::write(&maps, &mapping).unwrap();
+    while address_space::check(&processes::directory(moved.made_up.root(), 1)).is_err() {
+        std::thread::yield_now();
+    }
+    assert_eq!(moved.to("/a"), (1, 0));
 }
 
 /// A process that was moved through thousands of cgroups of a container's own used its files in

@@ -547,6 +547,39 @@ fn a_process_that_cannot_be_asked_is_no_user() {
     assert_eq!(found().as_deref(), Some("process 9"));
 }
 
+/// `umount` waited for a process that never answered, and held the image's lock: no command for
+/// that image ended any more. A FIFO without a writer holds up whoever opens it.
+#[test]
+fn a_process_that_does_not_answer_may_be_a_user() {
+    use super::super::in_use::process_on;
+    let root = tempfile::tempdir().unwrap();
+    let of = |process: &str| root.path().join("proc").join(process);
+    let fifo = |process: &str| {
+        fs::create_dir_all(of(process)).unwrap();
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        let maps = of(process).join("maps");
+        rustix::fs::mknodat(CWD, &maps, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        maps
+    };
+    let here = root.path().join("file");
+    fs::write(&here, "").unwrap();
+    let (flags, mask) = (rustix::fs::AtFlags::empty(), rustix::fs::StatxFlags::MNT_ID);
+    let id = rustix::fs::statx(CWD, &here, flags, mask).unwrap().stx_mnt_id;
+    let found = || process_on(root.path(), &HashSet::from([id]), &[]).unwrap();
+    let fifos = ["8", "9"].map(fifo);
+    let reason = found().unwrap();
+    assert!(reason.starts_with("process ") && reason.contains("does not answer"), "{reason}");
+    // One that is a user for sure is named.
+    fs::create_dir_all(of("7/fd")).unwrap();
+    std::os::unix::fs::symlink(&here, of("7/fd/3")).unwrap();
+    assert_eq!(found().as_deref(), Some("process 7"));
+    // The threads that wait end.
+    for maps in fifos {
+        let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::NONBLOCK;
+        let _ = rustix::fs::open(maps, flags, rustix::fs::Mode::empty());
+    }
+}
+
 /// A `/proc` or `/sys` that could not be listed, for want of descriptors for one, counted as one
 /// without users: a mount was detached although it was in use.
 #[test]
