@@ -922,8 +922,8 @@ fn a_silent_server_above_a_mount_does_not_hold_up_the_daemon() {
     let sample = daemon.sample();
     assert!(sample["time"].as_i64() > Some(0), "{sample}");
     assert_eq!(sample["unknown"]["mounts"], 1, "{sample}");
-    let daemon_id = rustix::process::Pid::from_child(&daemon.child.0);
-    rustix::process::kill_process(daemon_id, rustix::process::Signal::TERM).unwrap();
+    let daemon_id = Pid::from_child(&daemon.child.0);
+    kill_process(daemon_id, Signal::TERM).unwrap();
     assert!(daemon.child.0.wait().unwrap().success());
     assert!(server.0.try_wait().unwrap().is_none(), "the daemon waited for the server");
 }
