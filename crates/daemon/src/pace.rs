@@ -91,8 +91,8 @@ mod tests {
         assert!(!pace.is_overdrawn(0) && pace.allowance(0).is_none());
     }
 
-    /// While a container opened files all the time, a look at all processes and objects was taken in
-    /// steps of 0.15 ms, and cost nearly twice as much.
+    /// While a container opened files all the time, a look at all processes and objects was taken
+    /// in steps of 0.15 ms, and cost nearly twice as much.
     #[test]
     fn a_step_waits_for_enough_time() {
         let enough = Duration::from_millis(1);

@@ -32,11 +32,17 @@ static THREADS: Threads = Threads::new(DEADLINE, LEFT_MAX);
 
 thread_local! {
     static TIME: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    static WAITS: Cell<u32> = const { Cell::new(0) };
 }
 
 /// Processor time that accesses for this thread have taken on other threads.
 pub(crate) fn access_time() -> Duration {
     TIME.get()
+}
+
+/// How often this thread has waited until the deadline.
+pub(crate) fn waits() -> u32 {
+    WAITS.get()
 }
 
 /// Processor time of the thread that calls, without that of accesses on other threads.
@@ -45,8 +51,8 @@ pub(crate) fn own_time() -> Duration {
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Makes an access to a process, given by its directory in `/proc`. It may not make another one.
-/// Nobody waits for it beyond the deadline, so it must hold no lock and no file of a mount.
+/// Makes an access to a process, given by its directory in `/proc`. The access must not call this
+/// again. It may be left behind, so it must hold no lock and no file of a mount.
 ///
 /// # Errors
 /// Those of `access`; [`is_unanswered`] ones if the process does not answer; those of starting a
@@ -117,6 +123,7 @@ impl BufRead for Maps {
             && let Some(opened) = self.file.take()
         {
             let (path, mut part) = (self.process.join("maps"), std::mem::take(&mut self.part));
+            self.at = 0;
             let (file, part) = access(&self.process, move || {
                 let file = opened.map_or_else(|| File::open(path), Ok)?;
                 part.clear();
@@ -126,7 +133,7 @@ impl BufRead for Maps {
                 Ok((file, part))
             })?;
             self.file = (part.len() == PART).then_some(Some(file));
-            (self.part, self.at) = (part, 0);
+            self.part = part;
         }
         Ok(&self.part[self.at..])
     }
@@ -223,6 +230,7 @@ impl Threads {
                 result
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {
+                WAITS.set(WAITS.get().wrapping_add(1));
                 let (process, started) = (process.to_owned(), started(process));
                 state.left.push(Left { process, started, thread: worker.thread });
                 Err(unanswered("it does not answer: its mmap_lock is held".to_owned()))

@@ -64,8 +64,8 @@ impl CgroupIds {
     /// for it. `inode` is [that](inode) of its directory now: with another one than before, the
     /// cgroup before it has ended.
     pub(super) fn number(&mut self, path: &str, inode: Option<u64>) -> Option<CgroupId> {
-        // The kernel appends this to the path of a removed cgroup. One that exists may have it in its
-        // name.
+        // The kernel appends this to the path of a removed cgroup. One that exists may have it in
+        // its name.
         let removed = path.strip_suffix(" (deleted)").filter(|_| inode.is_none());
         let path = removed.unwrap_or(path);
         if let Some(known) = self.users.get(path).copied() {
@@ -274,8 +274,9 @@ mod tests {
         assert_eq!(ids.number("/a/b", None), Some(after));
     }
 
-    /// A process in a cgroup named `a (deleted)` counted as one in `a`. The inode number was another
-    /// one, so each look at that process ended `a`, and the policy dropped what `a` still used.
+    /// A process in a cgroup named `a (deleted)` counted as one in `a`. The inode number was
+    /// another one, so each look at that process ended `a`, and the policy dropped what `a` still
+    /// used.
     #[test]
     fn cgroup_whose_name_ends_in_deleted_leaves_its_neighbour_alone() {
         let root = tempfile::tempdir().unwrap();

@@ -8,8 +8,8 @@
 //! pages from the commons: some 15 µs more for each object in them.
 //!
 //! A count stays wrong if, between two looks, an object lost as many pages as it got and the charge
-//! of the commons stayed the same. A count of 0 also stays wrong if that charge fell: for example, if
-//! the object lost a page that a container paid and got one that the commons pay, while another
+//! of the commons stayed the same. A count of 0 also stays wrong if that charge fell: for example,
+//! if the object lost a page that a container paid and got one that the commons pay, while another
 //! object lost two pages of the commons.
 
 use std::io;

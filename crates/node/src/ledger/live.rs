@@ -267,8 +267,6 @@ impl Ledger {
         } else if self.unwatched_opens.is_some() {
             self.unmarked = self.superblocks.iter().count();
         }
-        // Another cgroup may get the number of one that has ended.
-        self.openers.retain_cgroups(|id| self.cgroups.is_user(id));
         if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.reparent_ended(hierarchy, &self.usage);
         }
@@ -287,7 +285,7 @@ impl Ledger {
         self.pressure.forget(&forgotten);
         self.superblocks.forget(&forgotten);
         self.first_opens.iter_mut().for_each(|it| it.forget(&forgotten));
-        self.openers.retain_objects(|id, _| !forgotten.contains(&id));
+        self.openers.forget(&forgotten);
     }
 
     fn forget_mounts(&mut self, changes: &Changes) {
@@ -295,6 +293,7 @@ impl Ledger {
         for id in &changes.removed {
             self.usage.remove_mount(*id);
         }
+        self.openers.remove_mounts(&changes.removed);
     }
 
     /// Looks how much of the objects is resident. Says whether a round over all is complete.
@@ -312,7 +311,7 @@ impl Ledger {
             let Self { usage, openers, index, .. } = self;
             let counts = |object, time| index.object(object).is_some_and(|it| it.counts_use(time));
             usage.retain(|it| counts(it.object, it.time));
-            openers.retain_objects(counts);
+            openers.retain(now, counts);
         }
         is_complete
     }
@@ -345,9 +344,8 @@ impl Ledger {
             self.unread = Missed::default();
         }
         while let Some(pid) = self.round.pop() {
-            let has_answered = self.look_at(pid);
-            // Otherwise opened files have waited for it, and must not wait for the next one.
-            if budget.is_spent() || !has_answered {
+            self.look_at(pid);
+            if budget.is_spent() {
                 break;
             }
         }
@@ -356,12 +354,12 @@ impl Ledger {
             self.of_processes.complete = self.of_processes.this;
             self.unread_processes = std::mem::take(&mut self.unread);
             self.superblocks.round_is_complete();
+            self.openers.round_is_complete();
         }
         Ok(is_complete)
     }
 
-    /// Notes what a process maps. Says whether it has answered.
-    fn look_at(&mut self, pid: u32) -> bool {
+    fn look_at(&mut self, pid: u32) {
         let Self { superblocks, index, root, .. } = self;
         let mut used = Vec::new();
         let read = processes::mapped(root, pid, |mapping| {
@@ -376,12 +374,11 @@ impl Ledger {
         let is_noted = used.is_empty() || self.note_mapped(pid, used);
         let process = processes::directory(&self.root, pid);
         let read = read.and_then(|is_read| address_space::check(&process).map(|()| is_read));
-        let has_answered = !read.as_ref().is_err_and(address_space::is_unanswered);
-        if !has_answered {
+        if read.as_ref().is_err_and(address_space::is_unanswered) {
             self.superblocks.keep_seen_by(pid);
         }
         let why = match read {
-            Ok(true) if is_whole && is_noted => return true,
+            Ok(true) if is_whole && is_noted => return,
             Err(error) => error.to_string(),
             Ok(false) => "its list of mappings is too long".to_owned(),
             Ok(true) if is_whole => {
@@ -393,7 +390,6 @@ impl Ledger {
         if process.exists() {
             self.unread.add(|| format!("process {pid}: {why}"));
         }
-        has_answered
     }
 
     /// Notes what a process maps. Says whether all of it could be noted.
@@ -448,7 +444,11 @@ impl Ledger {
     pub(super) fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {
         let version = self.hierarchy.as_ref().map_or(Version::V2, Hierarchy::version);
         let path = cgroup::of_process(&self.root, pid, version).ok()?;
-        let path = path.as_deref().unwrap_or("/");
+        self.number_cgroup(path.as_deref().unwrap_or("/"))
+    }
+
+    /// The number of a cgroup. `None` if it cannot be looked at, or there is no room for it.
+    pub(super) fn number_cgroup(&mut self, path: &str) -> Option<CgroupId> {
         let inode = self.hierarchy.as_ref().ok().map(|it| cgroup_ids::inode(it, path));
         let inode = inode.transpose().ok()?.flatten();
         self.cgroups.number(path, inode)
@@ -534,7 +534,9 @@ impl Ledger {
                     }
                 };
                 let mask = StatxFlags::BASIC_STATS | MOUNT_ID;
-                let Ok(found) = statx(&file, "", AtFlags::EMPTY_PATH, mask) else {
+                let Ok(found) =
+                    statx(&file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, mask)
+                else {
                     self.unknown.files += 1;
                     continue;
                 };
@@ -549,7 +551,7 @@ impl Ledger {
                     self.learn_root(pid, cgroup);
                     Some(cgroup)
                 });
-                let cgroup = cgroup.or_else(|| self.openers.of_mount(mount_id(&found)));
+                let cgroup = cgroup.or_else(|| self.cgroup_of_mount(mount_id(&found)?));
                 if let Some(first) = &mut self.first_opens {
                     first.note(object, cgroup.and_then(|id| self.cgroups.path(id)));
                 }
@@ -558,7 +560,7 @@ impl Ledger {
                     Some(_) => self.unknown.files += 1,
                     None => {
                         self.unknown.openers += 1;
-                        self.openers.note_unknown(object, self.now());
+                        self.openers.note_unknown(mount, object, self.now());
                     }
                 }
             }

@@ -167,8 +167,8 @@ impl Ledger {
     fn begin_round(&mut self) {
         self.pressure.pressed.clear();
         if self.pressure.policy.bytes > 0 {
-            // A limit may be that of a cgroup above the one with the processes. Of a deep chain only
-            // its topmost cgroups and that one are looked at.
+            // A limit may be that of a cgroup above the one with the processes. Of a deep chain
+            // only its topmost cgroups and that one are looked at.
             let users = self.cgroups.paths().filter(|path| *path != "/");
             let paths = users.flat_map(|path| from_the_top(path).chain([path]));
             let paths: BTreeSet<Box<str>> = paths.map(Into::into).collect();
@@ -242,7 +242,8 @@ impl Ledger {
         self.pressure.left_behind.extend(noted);
     }
 
-    /// What is noted and has no user left, each tried once.
+    /// What is noted and has no user left, each tried once. What somebody unknown has opened stays
+    /// noted.
     fn unused_left_behind(&mut self) -> Work {
         let mut objects = std::mem::take(&mut self.pressure.left_behind);
         // As they were noted: nobody may have looked yet how much of them is resident.
@@ -254,7 +255,10 @@ impl Ledger {
             }
             ControlFlow::<()>::Continue(())
         });
-        self.unknown_uses().for_each(|(object, _)| _ = objects.remove(&object));
+        // Nobody knows whether somebody has them: later.
+        let unknown = self.unknown_uses().map(|(object, _)| object);
+        let unknown: Vec<_> = unknown.filter(|object| objects.remove(object)).collect();
+        self.pressure.left_behind.extend(unknown);
         let objects = objects.into_iter().collect();
         Work { objects, bytes: u64::MAX, in_vain: 0, in_vain_max: u32::MAX }
     }

@@ -354,14 +354,14 @@ impl Ledger {
         mappings: &Mappings,
         reclaimed: &mut Reclaimed,
     ) {
-        let mut slice = Budget::of(SLICE);
+        let (mut slice, mut unanswered) = (Budget::of(SLICE), HashSet::new());
         for id in objects {
             if reclaimed.freed_bytes >= bytes || self.cancel.is_cancelled() {
-                return;
+                break;
             }
             self.take_events_between(&mut slice);
             let mapped = mappings.by_object.get(id).map_or(&[][..], Vec::as_slice);
-            let (before, after) = match self.drop_object(*id, mapped) {
+            let (before, after) = match self.drop_object(*id, mapped, &mut unanswered) {
                 Ok((before, after)) => {
                     let now = self.now();
                     self.index.set_resident(*id, after, now);
@@ -380,6 +380,7 @@ impl Ledger {
             reclaimed.freed_bytes += before.saturating_sub(after) * page;
             reclaimed.kept_bytes += after * page;
         }
+        reclaimed.unread_processes += unanswered.len() as u64;
     }
 
     /// Drops one object but for what processes map. Gives the bytes that went.
@@ -389,11 +390,17 @@ impl Ledger {
         reclaimed.freed_bytes
     }
 
-    /// Drops one object. Gives its resident pages before and after.
+    /// Drops one object. Gives its resident pages before and after, and adds the processes that do
+    /// not answer.
     ///
     /// # Errors
     /// `NotFound` for one that was removed; those of opening it, and of asking for its pages.
-    fn drop_object(&self, id: ObjectId, mapped: &[(u32, Range<u64>)]) -> io::Result<(u64, u64)> {
+    fn drop_object(
+        &self,
+        id: ObjectId,
+        mapped: &[(u32, Range<u64>)],
+        unanswered: &mut HashSet<u32>,
+    ) -> io::Result<(u64, u64)> {
         let missing = || io::Error::from(io::ErrorKind::NotFound);
         let object = self.index.object(id).ok_or_else(missing)?;
         let domain = self.index.domains().get(object.domain as usize).ok_or_else(missing)?;
@@ -405,14 +412,18 @@ impl Ledger {
             None => cache::resident_pages(&file, object.size),
         };
         let before = pages()?;
-        let drop_pages = || {
+        let mut drop_pages = || {
             for of_process in mapped.chunk_by(|(a, _), (b, _)| a == b) {
                 if self.cancel.is_cancelled() {
                     break;
                 }
                 for (pid, addresses) in of_process {
                     let process = processes::directory(&self.root, *pid);
-                    let _ = page_out(&process, *pid, addresses.clone());
+                    let paged_out = page_out(&process, *pid, addresses.clone());
+                    if paged_out.is_err_and(|error| is_unanswered(&error)) {
+                        unanswered.insert(*pid);
+                        break;
+                    }
                 }
             }
             let _ = fadvise(&file, 0, None, Advice::DontNeed);

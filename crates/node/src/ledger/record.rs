@@ -27,7 +27,8 @@ impl FirstOpens {
         self.order.retain(|id| !objects.contains(id));
     }
 
-    /// `cgroup` is `None` for a process that had ended: nobody knows any more where it was.
+    /// `cgroup` is `None` for a process that had ended if its mount does not tell either where it
+    /// was.
     pub(super) fn note(&mut self, object: ObjectId, cgroup: Option<&str>) {
         let is_ours = cgroup.is_none_or(|path| is_at_or_below(path, &self.cgroup));
         if is_ours && self.seen.insert(object) {
@@ -38,7 +39,8 @@ impl FirstOpens {
 
 impl Ledger {
     /// From now on, [`Ledger::take_opens`] keeps the order in which a container of `cofolio run`
-    /// opens files of a trust domain. Opens of processes that have ended count as the container's.
+    /// opens files of a trust domain. Opens of which nobody knows whose they were count as the
+    /// container's.
     ///
     /// # Errors
     /// [`LedgerError::Store`] if the trust domain cannot be listed; [`LedgerError::NotFound`].
