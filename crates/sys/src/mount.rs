@@ -144,37 +144,6 @@ pub fn mount_id(dir: impl AsFd, path: impl AsRef<Path>) -> io::Result<MountId> {
     Ok(MountId { id: plain.stx_mnt_id, unique: has_unique.then_some(unique.stx_mnt_id), is_root })
 }
 
-/// `struct mnt_id_req` of `include/uapi/linux/mount.h`, version 0.
-#[repr(C)]
-struct MntIdReq {
-    size: u32,
-    spare: u32,
-    mnt_id: u64,
-    param: u64,
-}
-
-const _: () = assert!(size_of::<MntIdReq>() == 24);
-
-/// The same number on every architecture, as for all system calls since Linux 5.0.
-const SYS_STATMOUNT: libc::c_long = 457;
-
-/// Whether the mount with this unique number is in the caller's mount namespace (statmount(2),
-/// Linux 6.8). Looks up no path, so that no filesystem is asked. `None` where the kernel does not
-/// say.
-pub fn mount_exists(unique: u64) -> Option<bool> {
-    let size = size_of::<MntIdReq>() as u32;
-    let request = MntIdReq { size, spare: 0, mnt_id: unique, param: 0 };
-    // SAFETY: the kernel reads one `struct mnt_id_req`, which `request` is, with its size in it. It
-    // writes nothing: the answer has room for no bytes.
-    let rc = unsafe {
-        libc::syscall(SYS_STATMOUNT, &raw const request, std::ptr::null_mut::<u8>(), 0_usize, 0_u32)
-    };
-    match rc {
-        0 => Some(true),
-        _ => (io::Error::last_os_error().raw_os_error() == Some(libc::ENOENT)).then_some(false),
-    }
-}
-
 /// Runs `work` in a thread of its own whose working directory is `dir`. The working directory of
 /// the rest of the process stays as it is.
 ///
@@ -389,30 +358,6 @@ mod tests {
     fn the_request_number_is_that_of_the_header() {
         assert_eq!(NS_GET_MNTNS_ID, 0x8008_b705);
         assert_eq!(FS_IOC_GETFSSYSFSPATH, 0x8081_1501);
-    }
-
-    #[test]
-    fn a_mount_exists_until_it_is_unmounted() {
-        let root = mount_id(rustix::fs::CWD, "/").unwrap().unique;
-        let Some(root) = root.filter(|it| mount_exists(*it).is_some()) else {
-            return eprintln!("SKIP a_mount_exists_until_it_is_unmounted: needs Linux 6.8");
-        };
-        assert_eq!(mount_exists(root), Some(true));
-        std::thread::spawn(move || {
-            if unshare_mount_namespace().is_err() {
-                return eprintln!(
-                    "SKIP a_mount_exists_until_it_is_unmounted (another): needs root"
-                );
-            }
-            assert_eq!(mount_exists(root), Some(false), "it is in another namespace");
-            rustix::mount::mount_bind("/proc", "/proc").unwrap();
-            let bound = mount_id(rustix::fs::CWD, "/proc").unwrap().unique.unwrap();
-            assert_eq!(mount_exists(bound), Some(true));
-            rustix::mount::unmount("/proc", rustix::mount::UnmountFlags::DETACH).unwrap();
-            assert_eq!(mount_exists(bound), Some(false));
-        })
-        .join()
-        .unwrap();
     }
 
     #[test]

@@ -59,6 +59,7 @@ pub use idmap::IdMap;
 pub(crate) use in_use::Patience;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
+pub(crate) use mountinfo::LazyMounts;
 #[cfg(fuzzing)]
 pub use mountinfo::fuzz;
 pub use pin::Pin;
@@ -240,7 +241,7 @@ impl<'a> Mounter<'a> {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
-                let found = Kernel::new(&self.root).and_then(|k| self.locate(&record, &k));
+                let found = Kernel::new(&self.root).and_then(|k| self.locate_asking(&record, &k));
                 // Nobody was told of it, so nobody has changed anything.
                 record.mount = None;
                 let forgotten =
@@ -448,7 +449,7 @@ impl<'a> Mounter<'a> {
                 Err(error) => Err(error),
             };
         };
-        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
+        let (state, at) = self.locate_asking(&record, &Kernel::new(&self.root)?)?;
         match state {
             MountState::Live if record.phase == MountPhase::Mounted => Err(already(record.image)),
             MountState::Covered => Err(MountError::Covered(target.to_owned())),
@@ -488,12 +489,8 @@ impl<'a> Mounter<'a> {
             // It was in use until now, and not only when it was mounted. A hint, as there.
             let _ = self.domain.note_use(&found.image, now());
         }
-        // Without the lock, as a filesystem on the way to it need not answer.
-        if numbers_at(&found.target).is_err()
-            && let (_, Some(at)) = self.locate(&found, &Kernel::new(&self.root)?)?
-        {
-            let _ = at.symlink_metadata();
-        }
+        // First without the lock, as a filesystem on the way to it need not answer.
+        self.locate_asking(&found, &Kernel::new(&self.root)?)?;
         let gone = || MountError::NotMounted(target_or_id.display().to_string());
         // It may have gone, or even come again, while we waited.
         let (mut record, lock) = self.run.lock_record(&found.id)?.ok_or_else(gone)?;
@@ -501,7 +498,7 @@ impl<'a> Mounter<'a> {
             return Err(gone());
         }
         let kernel = Kernel::new(&self.root)?;
-        let (state, at) = self.locate(&record, &kernel)?;
+        let (state, at) = self.locate_asking(&record, &kernel)?;
         match state {
             MountState::OtherNamespace => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });

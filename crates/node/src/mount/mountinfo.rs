@@ -4,6 +4,7 @@
 #[path = "../../../../fuzz/inside/mountinfo.rs"]
 pub mod fuzz;
 
+use std::cell::OnceCell;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
@@ -16,6 +17,7 @@ use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
 use serde::Serialize;
 
+use super::error::{At as _, MountError};
 use crate::kernel_text::for_each_line;
 
 /// What a task sees: the mounts of its namespace, and, since the kernel shows a chrooted task no
@@ -114,6 +116,27 @@ pub(crate) fn read(root: &Path) -> io::Result<Vec<KernelMount>> {
 
 pub(crate) fn path(root: &Path) -> PathBuf {
     root.join("proc/thread-self/mountinfo")
+}
+
+/// All mounts of this thread, read when they are first asked for: with thousands of mounts it takes
+/// milliseconds.
+pub(crate) struct LazyMounts<'r> {
+    /// `/proc` is below it.
+    root: &'r Path,
+    mounts: OnceCell<Vec<KernelMount>>,
+}
+
+impl<'r> LazyMounts<'r> {
+    pub(crate) fn new(root: &'r Path) -> Self {
+        Self { root, mounts: OnceCell::new() }
+    }
+
+    pub(crate) fn get(&self) -> Result<&[KernelMount], MountError> {
+        if self.mounts.get().is_none() {
+            let _ = self.mounts.set(read(self.root).at("read", path(self.root))?);
+        }
+        Ok(self.mounts.get().map_or(&[], Vec::as_slice))
+    }
 }
 
 /// Calls `each` for every mount that a process sees; its directory in `/proc` is `process`. A container

@@ -1,6 +1,5 @@
 //! What is mounted according to us, according to the kernel, and putting the two together.
 
-use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashSet};
 use std::fs;
 use std::io::ErrorKind;
@@ -8,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::{Digest, Domain, RootKind};
+use cofolio_sys::mount::mount_id;
+use rustix::fs::CWD;
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -15,7 +16,7 @@ use super::base::image_of_user;
 use super::error::{At as _, MountError, refused};
 use super::in_use::{self, Superblock, has_overlay};
 use super::kernel::{self, path_of};
-use super::mountinfo::{self, KernelMount, source_of};
+use super::mountinfo::{self, KernelMount, LazyMounts, source_of};
 use super::pin::{DETACHED, Unpinned};
 use super::sparse::below;
 use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_file};
@@ -30,7 +31,7 @@ pub enum MountState {
     Live,
     /// Being made, or left half-way by a process that died.
     InFlight,
-    /// Another mount lies on top of it.
+    /// Another mount lies on top of it, or a filesystem on the way to it would have to be asked.
     Covered,
     /// Unmounted by others, never attached, or gone with a reboot: `reconcile` or `umount` cleans up.
     Gone,
@@ -145,12 +146,10 @@ impl Forgotten {
 
 /// What the kernel says at one moment, looked up under a root path.
 pub(crate) struct Kernel<'r> {
-    root: &'r Path,
     pub(crate) boot_id: String,
     /// This thread's mount namespace.
     pub(crate) namespace: Namespace,
-    /// Read when it is first asked for: with thousands of mounts it takes milliseconds.
-    mounts: OnceCell<Vec<KernelMount>>,
+    mounts: LazyMounts<'r>,
 }
 
 impl<'r> Kernel<'r> {
@@ -158,19 +157,40 @@ impl<'r> Kernel<'r> {
         let boot = root.join("proc/sys/kernel/random/boot_id");
         let namespace = root.join("proc/thread-self/ns/mnt");
         Ok(Self {
-            root,
             boot_id: fs::read_to_string(&boot).at("read", boot)?.trim().to_owned(),
             namespace: Namespace::at(&namespace).at("look at", namespace)?,
-            mounts: OnceCell::new(),
+            mounts: LazyMounts::new(root),
         })
     }
+}
 
-    fn mounts(&self) -> Result<&[KernelMount], MountError> {
-        if self.mounts.get().is_none() {
-            let path = mountinfo::path(self.root);
-            let _ = self.mounts.set(mountinfo::read(self.root).at("read", path)?);
+impl MountRecord {
+    /// Where the kernel's list of mounts has it: live there, covered, or gone. A mount that cannot be
+    /// looked at counts as covered, never as gone. `asks` as for [`Mounter::locate_asking`].
+    pub(crate) fn look_up<'m>(
+        &self,
+        mounts: &'m [KernelMount],
+        asks: bool,
+    ) -> (MountState, Option<&'m Path>) {
+        let source = source_of(&self.image);
+        let found = self.mount.and_then(|mount| {
+            Some((mount, mounts.iter().find(|it| it.id == mount.id && it.source == source)?))
+        });
+        let Some((mount, listed)) = found else { return (MountState::Gone, None) };
+        let numbers = match numbers_at(&listed.target) {
+            Err(_) if asks && mountinfo::is_reachable(mounts, listed) => {
+                mount_id(CWD, &listed.target)
+            }
+            numbers => numbers,
+        };
+        match numbers {
+            Ok(numbers) if mount.is(numbers.id, numbers.unique) => {
+                (MountState::Live, Some(&listed.target))
+            }
+            // The number went to another mount of the same image since.
+            Ok(numbers) if numbers.id == mount.id => (MountState::Gone, None),
+            _ => (MountState::Covered, None),
         }
-        Ok(self.mounts.get().map_or(&[], Vec::as_slice))
     }
 }
 
@@ -182,6 +202,25 @@ impl Mounter<'_> {
         &self,
         record: &MountRecord,
         kernel: &Kernel<'_>,
+    ) -> Result<(MountState, Option<PathBuf>), MountError> {
+        self.locate_by(record, kernel, false)
+    }
+
+    /// The same for a command that is about this mount. Asks the filesystems on the way to it,
+    /// unless another mount covers it.
+    pub(crate) fn locate_asking(
+        &self,
+        record: &MountRecord,
+        kernel: &Kernel<'_>,
+    ) -> Result<(MountState, Option<PathBuf>), MountError> {
+        self.locate_by(record, kernel, true)
+    }
+
+    fn locate_by(
+        &self,
+        record: &MountRecord,
+        kernel: &Kernel<'_>,
+        asks: bool,
     ) -> Result<(MountState, Option<PathBuf>), MountError> {
         let gone = (MountState::Gone, None);
         if record.boot_id != kernel.boot_id {
@@ -198,19 +237,8 @@ impl Mounter<'_> {
         {
             return Ok((MountState::Live, Some(record.target.clone())));
         }
-        // In mountinfo the number may be that of another mount of the same image by now.
-        let exists = mount.unique.and_then(cofolio_sys::mount::mount_exists);
-        if exists == Some(false) {
-            return Ok(gone);
-        }
-        let (mounts, source) = (kernel.mounts()?, source_of(&record.image));
-        match mounts.iter().find(|it| it.id == mount.id && it.source == source) {
-            Some(found) if mountinfo::is_reachable(mounts, found) => {
-                Ok((MountState::Live, Some(found.target.clone())))
-            }
-            None if exists.is_none() => Ok(gone),
-            _ => Ok((MountState::Covered, None)),
-        }
+        let (state, at) = record.look_up(kernel.mounts.get()?, asks);
+        Ok((state, at.map(Path::to_owned)))
     }
 
     /// Removes every trace of a mount: takes it down if it is still up `at` a path, and releases the
@@ -281,12 +309,12 @@ impl Mounter<'_> {
     pub fn list(&self) -> Result<Mounts, MountError> {
         let mut kernel = Kernel::new(&self.root)?;
         let (mut records, mut damaged) = self.run.records()?;
-        let mut orphans = self.orphans(kernel.mounts()?, &records);
+        let mut orphans = self.orphans(kernel.mounts.get()?, &records);
         if !orphans.is_empty() {
             // One that was being made when the records were read has a record now.
             kernel = Kernel::new(&self.root)?;
             (records, damaged) = self.run.records()?;
-            let again = self.orphans(kernel.mounts()?, &records);
+            let again = self.orphans(kernel.mounts.get()?, &records);
             orphans.retain(|orphan| again.contains(orphan));
         }
         let mut mounts = Vec::with_capacity(records.len());
@@ -296,7 +324,7 @@ impl Mounter<'_> {
             let is_whole = record.phase == MountPhase::Mounted;
             let state = if is_whole { state } else { MountState::InFlight };
             let status = MountStatus { record, moved_to, state, missing_parts: Vec::new() };
-            mounts.push(status.with_missing_parts(kernel.mounts()?));
+            mounts.push(status.with_missing_parts(kernel.mounts.get()?));
         }
         orphans.sort_by(|one, other| other.target.cmp(&one.target));
         let damaged = damaged.iter().map(ToString::to_string).collect();
@@ -372,7 +400,7 @@ impl Mounter<'_> {
         images.extend(recorded.map(|record| record.image));
         let pinned = self.pinned_images()?.into_iter().filter(|(domain, _)| domain == own);
         images.extend(pinned.map(|(_, image)| image));
-        images.extend(kernel.mounts()?.iter().filter_map(KernelMount::image));
+        images.extend(kernel.mounts.get()?.iter().filter_map(KernelMount::image));
         let mut live = Vec::with_capacity(images.len());
         for image in images {
             // The kernel does not say which trust domain a mount belongs to.

@@ -3,14 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, LAYERS_MAX};
-use cofolio_sys::mount::{mount_exists, mount_id};
+use cofolio_sys::mount::mount_id;
 use rustix::fs::{AtFlags, StatxFlags};
 use rustix::io::Errno;
 
 use super::error::{At as _, MountError};
+use super::mountinfo::LazyMounts;
 use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
 use super::state::{MountRecord, PinRecord, RunDir, list, read_json};
-use super::{MountPhase, open_cached, sparse};
+use super::{MountPhase, MountState, open_cached, sparse};
 use crate::settings::Backend;
 
 /// A superblock of ours in this mount namespace.
@@ -48,15 +49,20 @@ impl MountRecord {
     pub(crate) fn own_superblock(
         &self,
         run: &RunDir,
+        mounts: &LazyMounts<'_>,
     ) -> Result<Option<ShownSuperblock>, MountError> {
         if !self.may_have_own_superblock() {
             return Ok(None);
         }
         let (Some(upper), Some(mount)) = (&self.upper, self.mount) else { return Ok(None) };
+        // The path to where nothing is mounted need not be in the cache.
+        let is_elsewhere = || match self.look_up(mounts.get()?, false) {
+            (MountState::Gone, _) => Ok(true),
+            (_, at) => Ok::<_, MountError>(at.is_some_and(|at| at != self.target)),
+        };
         let open = |path: &Path| match open_cached(path) {
             Err(Errno::NOENT | Errno::NOTDIR) => Ok(None),
-            // The path to a mount that has ended need not be in the cache.
-            Err(Errno::AGAIN) if mount.unique.and_then(mount_exists) == Some(false) => Ok(None),
+            Err(Errno::AGAIN) if is_elsewhere()? => Ok(None),
             opened => opened.at("look at", path).map(Some),
         };
         let Some(root) = open(&self.target)? else { return Ok(None) };

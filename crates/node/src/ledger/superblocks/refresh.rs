@@ -13,7 +13,7 @@ use super::super::usage::SuperblockId;
 use super::layers::open_directory;
 use super::tables::{Inodes, metadata_images};
 use super::{Place, Superblock, Superblocks, Upper, id_of};
-use crate::mount::{MountError, MountRecord, RunDir, ShownSuperblock};
+use crate::mount::{LazyMounts, MountError, MountRecord, RunDir, ShownSuperblock};
 use crate::processes::Device;
 use crate::settings::Backend;
 
@@ -58,6 +58,7 @@ impl Superblocks {
         });
 
         let mut changes = Changes::default();
+        let mounts = LazyMounts::new(Path::new("/"));
         let shared_paths = shared.found.iter().map(|shown| shown.path.as_path());
         let present: HashSet<&Path> =
             shared_paths.chain(records.iter().map(|(_, path, _)| path.as_path())).collect();
@@ -78,9 +79,12 @@ impl Superblocks {
             if self.is_taken_up(&path, entry) {
                 continue;
             }
-            let record = run.record(&id);
-            let taken = record.and_then(|it| {
-                self.take_up_record(it.as_ref(), &path, entry, run, index, &mut changes)
+            let taken = run.record(&id).and_then(|record| match record {
+                Some(it) => self.take_up_record(&it, entry, run, &mounts, index, &mut changes),
+                None => {
+                    self.drop_entry(&path, &mut changes);
+                    Ok(())
+                }
             });
             if taken.is_err() {
                 failed.push(path);
@@ -106,17 +110,19 @@ impl Superblocks {
         index: &Index,
     ) -> Changes {
         let mut changes = Changes::default();
+        let mounts = LazyMounts::new(Path::new("/"));
         for id in ids {
             let path = path_of_record(run, &id);
             match fs::symlink_metadata(&path).and_then(|it| RunEntry::of_record(&it)) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => self.gone.push(id),
                 Ok(entry) if !self.is_taken_up(&path, entry) => {
                     let Ok(record) = run.record(&id) else { continue };
-                    let record = record.as_ref();
-                    let _ = self.take_up_record(record, &path, entry, run, index, &mut changes);
-                    record
-                        .into_iter()
-                        .for_each(|it| self.follow_shared(it, run, index, &mut changes));
+                    let Some(record) = record else {
+                        self.drop_entry(&path, &mut changes);
+                        continue;
+                    };
+                    let _ = self.take_up_record(&record, entry, run, &mounts, index, &mut changes);
+                    self.follow_shared(&record, run, index, &mut changes);
                 }
                 _ => {}
             }
@@ -162,20 +168,20 @@ impl Superblocks {
 
     fn take_up_record(
         &mut self,
-        record: Option<&MountRecord>,
-        path: &Path,
+        record: &MountRecord,
         entry: RunEntry,
         run: &RunDir,
+        mounts: &LazyMounts<'_>,
         index: &Index,
         changes: &mut Changes,
     ) -> Result<(), MountError> {
-        let own = record.map(|it| it.own_superblock(run)).transpose()?.flatten();
-        match record {
-            Some(record) if own.is_some() || !record.may_have_own_superblock() => {
-                self.take_up(path, entry, own.as_ref(), run, index, changes);
-            }
+        let path = path_of_record(run, &record.id);
+        let own = record.own_superblock(run, mounts)?;
+        if own.is_some() || !record.may_have_own_superblock() {
+            self.take_up(&path, entry, own.as_ref(), run, index, changes);
+        } else {
             // It may come to its target later.
-            _ => self.drop_entry(path, changes),
+            self.drop_entry(&path, changes);
         }
         Ok(())
     }

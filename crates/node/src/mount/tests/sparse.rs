@@ -10,6 +10,7 @@ use rustix::mount::{MountFlags, MountPropagationFlags};
 
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
+use crate::mount::mountinfo::LazyMounts;
 use crate::mount::sparse::{ask, detach_if_unchanged};
 
 /// A FUSE server that answers nothing. It ends after a minute, so that a test which waits for it
@@ -40,6 +41,13 @@ impl SilentServer {
     }
 }
 
+fn own_superblock(
+    mounter: &Mounter<'_>,
+    record: &MountRecord,
+) -> Result<Option<ShownSuperblock>, MountError> {
+    record.own_superblock(mounter.run_dir(), &LazyMounts::new(Path::new("/")))
+}
+
 fn sparse(fixture: &Fixture, name: &str) -> MountRequest {
     MountRequest { writable_dirs: vec!["/sub".into()], ..writable(fixture, name) }
 }
@@ -58,7 +66,7 @@ fn writes_in_one_directory(fixture: &Fixture, mounter: &Mounter<'_>) {
         let error = fs::write(target.join(refused), "x").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ReadOnlyFilesystem, "{refused}");
     }
-    let own = record.own_superblock(mounter.run_dir()).unwrap().unwrap();
+    let own = own_superblock(mounter, &record).unwrap().unwrap();
     assert_eq!((&own.path, &*own.inside), (&target.join("sub"), Path::new("sub")));
     assert!(mounter.list().unwrap().orphans.is_empty());
     // A process that uses it keeps all of it.
@@ -352,7 +360,7 @@ fn a_silent_server_holds_up_nothing() {
     let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
     assert!(matches!(error, MountError::Busy { .. }), "{error}");
     assert!(error.to_string().contains("something is mounted at"), "{error}");
-    assert!(record.own_superblock(mounter.run_dir()).unwrap().is_none());
+    assert!(own_superblock(&mounter, &record).unwrap().is_none());
     assert_eq!(mounter.list().unwrap().mounts.len(), 1);
     assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
     kernel::unmount(&sub, true).unwrap();
@@ -401,7 +409,7 @@ fn a_silent_server_above_a_target_holds_up_nobody() {
     umount(&mounter, &fixture.target("two"));
     for record in &covered {
         assert_eq!(states()[&record.id], MountState::Covered, "{}", record.target.display());
-        let known = record.own_superblock(mounter.run_dir());
+        let known = own_superblock(&mounter, record);
         // Nobody can say that it is gone.
         assert!(known.is_err() || record.upper.is_none(), "{known:?}");
         let error = mounter.umount(Path::new(&record.id), &UmountOptions::default()).unwrap_err();
@@ -417,6 +425,54 @@ fn a_silent_server_above_a_target_holds_up_nobody() {
     }
     // It was made for a mount, and could not be removed with that.
     fs::remove_dir(&gone.target).unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// Whoever looks at all mounts asks no filesystem. So a mount in a directory of a filesystem that
+/// checks each name, as network filesystems do, is only known from mountinfo, which does not have
+/// its unique number. There it was taken for another mount of the same image that had got its
+/// number, and a writable mount that somebody had unmounted was an error of each refresh.
+#[test]
+fn a_mount_in_a_filesystem_that_checks_names_is_neither_lost_nor_mistaken() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    // The kernel checks each name below sys of proc.
+    let proc = fixture.target("proc");
+    rustix::mount::mount("proc", &proc, "proc", MountFlags::empty(), None).unwrap();
+    let request = writable(&fixture, "proc/sys/vm");
+    let record = mounter.mount(&request).unwrap();
+    let other = mounter.mount(&writable(&fixture, "proc/sys/kernel")).unwrap();
+    let plain = mounter.mount(&writable(&fixture, "plain")).unwrap();
+    let state = |record: &MountRecord| {
+        mounter.locate(record, &Kernel::new(Path::new("/")).unwrap()).unwrap().0
+    };
+    assert_eq!(open_cached(&record.target).unwrap_err(), rustix::io::Errno::AGAIN);
+    assert_eq!(state(&record), MountState::Covered);
+    assert!(own_superblock(&mounter, &record).is_err(), "it may be there");
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.mounts, done.failed), (vec![], vec![]));
+
+    let unique = record.mount.unwrap().unique;
+    let with_id_of = |other: &MountRecord| MountRecord {
+        mount: Some(MountNumbers { id: other.mount.unwrap().id, unique }),
+        ..record.clone()
+    };
+    assert_eq!(state(&with_id_of(&other)), MountState::Covered);
+    if unique.is_some() {
+        assert_eq!(state(&with_id_of(&plain)), MountState::Gone);
+    }
+
+    // An unmount asks, as it is about this mount.
+    umount(&mounter, &record.target);
+    let again = mounter.mount(&request).unwrap();
+    kernel::unmount(&again.target, false).unwrap();
+    assert_eq!(state(&again), MountState::Gone);
+    assert!(own_superblock(&mounter, &again).unwrap().is_none());
+    assert_eq!(mounter.reconcile().unwrap().mounts, [again.id]);
+    umount(&mounter, &other.target);
+    umount(&mounter, &plain.target);
+    kernel::unmount(&proc, false).unwrap();
     fixture.assert_clean("at the end");
 }
 
