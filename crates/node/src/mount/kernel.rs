@@ -16,6 +16,8 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
+use super::mountinfo::LazyMounts;
+
 /// A step of the mount API that the kernel refused.
 #[derive(Debug, Clone)]
 pub struct KernelError {
@@ -409,8 +411,8 @@ pub(crate) fn open_dir(path: &Path) -> rustix::io::Result<OwnedFd> {
 /// the path to it.
 ///
 /// # Errors
-/// EAGAIN where a filesystem would have to be asked: a name is not in the cache, or must be checked
-/// with a server.
+/// EAGAIN where a filesystem would have to be asked: a name is not in the cache, or the filesystem
+/// checks each name.
 pub(crate) fn open_cached(path: &Path) -> rustix::io::Result<OwnedFd> {
     // Whatever is mounted or unmounted at the same moment makes the kernel answer so as well.
     const TRIES: u32 = 16;
@@ -423,6 +425,33 @@ pub(crate) fn open_cached(path: &Path) -> rustix::io::Result<OwnedFd> {
         }
     }
     open()
+}
+
+/// [`open_cached`], which also reads names that are not in the cache from a block device: no server
+/// has to answer for it.
+pub(crate) fn open_local(path: &Path, mounts: &LazyMounts<'_>) -> rustix::io::Result<OwnedFd> {
+    match open_cached(path) {
+        Err(Errno::AGAIN) => open_on_device(path, mounts).unwrap_or(Err(Errno::AGAIN)),
+        opened => opened,
+    }
+}
+
+/// `None` for a path that may not be on a block device.
+fn open_on_device(path: &Path, mounts: &LazyMounts<'_>) -> Option<rustix::io::Result<OwnedFd>> {
+    let above = mounts.get().ok()?.iter().filter(|it| path.starts_with(&it.target));
+    let mount = above.max_by_key(|it| it.target.components().count())?;
+    // FUSE has a server for a block device, too.
+    if mount.device.0 == 0 || mount.filesystem == "fuseblk" {
+        return None;
+    }
+    let root = open_cached(&mount.target).ok()?;
+    if sys::mount_id(&root, "").ok()?.id != mount.id {
+        return None;
+    }
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let stay = ResolveFlags::BENEATH | ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
+    let inside = path.strip_prefix(&mount.target).ok()?;
+    Some(rustix::fs::openat2(&root, inside, flags, Mode::empty(), stay))
 }
 
 /// The same directory, to be read: what is asked of a directory itself needs more than `O_PATH`.

@@ -263,8 +263,10 @@ impl Mounter<'_> {
         // What is kept is not removed, but may still be written to.
         let upper = record.upper.as_ref();
         let dir = changes.as_deref().or(upper.map(|upper| &*upper.dir));
-        // In doubt it is in use, as where a filesystem on the way to it does not answer.
-        let open_given = |dir: &Path| kernel::open_cached(dir).and_then(|_| upper::open_own(dir));
+        // In doubt it is in use, as where a server on the way to it does not answer.
+        let mounts = LazyMounts::new(&self.root);
+        let open_given =
+            |dir: &Path| kernel::open_local(dir, &mounts).and_then(|_| upper::open_own(dir));
         let in_use = match upper.filter(|upper| upper.given).map(|it| open_given(&it.dir)) {
             None => dir.map_or(Ok(false), |dir| has_overlay(dir, &self.patience))?,
             Some(Err(Errno::NOENT)) => false,
@@ -288,9 +290,9 @@ impl Mounter<'_> {
         // The kernel takes what is mounted on a directory that is removed from all namespaces.
         let run = fs::canonicalize(self.run.path());
         let is_own = || run.is_ok_and(|run| record.target.starts_with(run));
-        // No filesystem is asked that need not answer: then the directory stays.
+        // No server is asked, which need not answer: then the directory stays.
         let is_free = || {
-            kernel::open_cached(&record.target).is_ok()
+            kernel::open_local(&record.target, &mounts).is_ok()
                 && !in_use::is_target_elsewhere(&self.root, &record.target)
         };
         if record.created_target && !is_elsewhere && (is_own() || is_free()) {

@@ -10,12 +10,14 @@ use std::path::Path;
 use crate::settings::{DomainSettings as _, Secret};
 use cofolio_image::pack::segment::Segment;
 use cofolio_store::{Digest, Error, FileKind, StoredFile};
+use cofolio_sys::mount::mount_id;
+use rustix::fs::CWD;
 
 use super::check::{check_digest, measured};
 use super::error::{At as _, MountError, refused};
 use super::kernel::PackOptions;
 use super::mountinfo;
-use super::{Mounter, kernel, numbers_at};
+use super::{Mounter, kernel};
 
 /// A pack with all that it needs, checked.
 pub(super) struct Packed {
@@ -85,7 +87,7 @@ impl Mounter<'_> {
         let path = mountinfo::path(&self.root);
         let mounts = mountinfo::read(&self.root).at("read", path)?;
         // Not by its path, which may lead there by links.
-        let id = numbers_at(at).at("look at", at)?.id;
+        let id = mount_id(CWD, at).at("look at", at)?.id;
         match mounts.iter().find(|mount| mount.id == id) {
             Some(mount) if mount.has_option("inode_share") => Ok(()),
             _ => Err(MountError::NotShared(at.to_owned())),

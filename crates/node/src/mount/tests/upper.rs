@@ -1,6 +1,9 @@
 //! Where changes go, and what becomes of them.
 
 use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::process::Command;
+
+use rustix::io::Errno;
 
 use super::crash::{start, task, was_killed};
 use super::fixture::{Fixture, needs_mounts};
@@ -134,6 +137,50 @@ fn given_changes_are_left_as_they_should_be() {
     rustix::fs::mkfifoat(CWD, &keep, rustix::fs::Mode::RUSR).unwrap();
     let error = mounter.mount(&request).unwrap_err();
     assert!(matches!(error, MountError::State { .. }), "{error}");
+}
+
+/// A directory that was made for a mount is removed with it, unless a server would have to be asked
+/// for it. A name that has left the kernel's cache counted as a server's: the directory stayed for
+/// ever, and changes that the caller keeps elsewhere counted as in use.
+#[test]
+fn names_that_left_the_cache_are_read_from_a_block_device() {
+    needs_mounts!();
+    let test = "names_that_left_the_cache_are_read_from_a_block_device";
+    let fixture = Fixture::new();
+    let (disk, at) = (fixture.path("disk"), fixture.target("ext4"));
+    fs::File::create(&disk).unwrap().set_len(8 << 20).unwrap();
+    let ends_well = |command: &mut Command| {
+        let done = command.output();
+        done.map_err(|error| error.to_string()).and_then(|done| match done.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&done.stderr).into_owned()),
+        })
+    };
+    if let Err(error) = ends_well(Command::new("mkfs.ext4").arg("-q").arg(&disk)) {
+        return eprintln!("SKIP {test}: mkfs.ext4 {error}");
+    }
+    let mount_disk = || ends_well(Command::new("mount").args(["-o", "loop"]).arg(&disk).arg(&at));
+    if let Err(error) = mount_disk() {
+        return eprintln!("SKIP {test}: {error}");
+    }
+    let mounter = fixture.mounter();
+    let request = MountRequest {
+        access: Access::WritableAt(at.join("changes")),
+        create_target: true,
+        ..MountRequest::new(fixture.image, at.join("made"))
+    };
+    let record = mounter.mount(&request).unwrap();
+    kernel::unmount_patiently(&record.target, false).unwrap();
+    // The cache of names goes with the superblock.
+    kernel::unmount_patiently(&at, false).unwrap();
+    mount_disk().unwrap();
+    assert_eq!(open_cached(&record.target).unwrap_err(), Errno::AGAIN);
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.mounts, done.failed), (vec![record.id], vec![]));
+    assert!(!record.target.exists());
+    assert!(at.join("changes/keep").exists());
+    kernel::unmount_patiently(&at, false).unwrap();
+    fixture.assert_clean("at the end");
 }
 
 /// The file `keep` was truncated and then written: a crash or a full disk between the two left an empty one.
