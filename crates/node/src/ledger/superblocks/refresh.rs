@@ -241,8 +241,15 @@ impl Superblocks {
         let Some(slot) = self.by_device.get(&device).copied() else { return };
         let known = self.slots.get(slot).and_then(Option::as_ref);
         let Some(Place::Mounted(path, _)) = known.map(|it| &it.place) else { return };
-        let found = open_directory(path, device);
-        if found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        let has_ended = match open_directory(path, device) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => true,
+            // The name of what was a mount may have left the kernel's cache.
+            Err(_) => LazyMounts::new(Path::new("/")).get().is_ok_and(|mounts| {
+                !mounts.iter().any(|it| it.device == device && path.starts_with(&it.target))
+            }),
+            Ok(_) => false,
+        };
+        if has_ended {
             self.entries.retain(|_, (_, taken)| *taken != Some(slot));
             changes.removed.extend(self.remove(slot));
         }
