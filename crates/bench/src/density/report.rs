@@ -54,8 +54,7 @@ struct Ratio {
     found_by_charge: Option<Spread>,
     found_further_by_charge: Option<Spread>,
     /// By `/proc/meminfo`, with page cache, buffers and shared memory, in which the mounts' records
-    /// are; and kernel memory when caches are dropped.
-    /// No goal is of these.
+    /// are; and kernel memory when caches are dropped. No goal is of these.
     with_pages: Option<Spread>,
     held: Option<Spread>,
 }
