@@ -1,10 +1,12 @@
 //! The directory to mount at.
 
 use std::fs;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
 
 use super::Mounter;
 use super::error::{At as _, MountError};
@@ -13,9 +15,11 @@ use super::error::{At as _, MountError};
 pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, MountError> {
     let problem = |problem: String| MountError::Target { target: target.to_owned(), problem };
     let resolved = match fs::canonicalize(target) {
-        Ok(path) if !path.is_dir() => return Err(problem("it is not a directory".to_owned())),
+        Ok(path) if !fs::metadata(&path).at("look at", &path)?.is_dir() => {
+            return Err(problem("it is not a directory".to_owned()));
+        }
         Ok(path) => path,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
             if !create {
                 return Err(MountError::TargetMissing(target.to_owned()));
             }
@@ -24,11 +28,16 @@ pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, Mou
                 Some(parent) if parent != Path::new("") => parent,
                 _ => Path::new("."),
             };
-            let parent = fs::canonicalize(parent)
-                .map_err(|error| problem(format!("its parent cannot be used: {error}")))?;
+            let parent = match fs::canonicalize(parent) {
+                Err(error) if is_about_path(&error) => {
+                    return Err(problem(format!("its parent cannot be used: {error}")));
+                }
+                resolved => resolved.at("look at", parent)?,
+            };
             parent.join(name)
         }
-        Err(error) => return Err(problem(error.to_string())),
+        Err(error) if is_about_path(&error) => return Err(problem(error.to_string())),
+        Err(error) => return Err(error).at("look at", target),
     };
     // Records are text; and a name that no terminal can show helps nobody to unmount it.
     if resolved.to_str().is_none() {
@@ -38,6 +47,14 @@ pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, Mou
         return Err(problem("it is the root directory".to_owned()));
     }
     Ok(resolved)
+}
+
+/// Whether it says that the path is wrong, and not that a disk or a server failed.
+fn is_about_path(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    [Errno::NOENT, Errno::NOTDIR, Errno::LOOP, Errno::NAMETOOLONG, Errno::ACCESS]
+        .into_iter()
+        .any(|about_path| errno == Some(about_path))
 }
 
 fn resolved(path: &Path) -> PathBuf {
@@ -81,7 +98,7 @@ pub(super) fn make_target(target: &Path) -> Result<bool, MountError> {
     let name = target.file_name().unwrap_or_default();
     let parent = open_resolved(target.parent().unwrap_or(target))?;
     match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777)) {
-        Err(rustix::io::Errno::EXIST) => Ok(false),
+        Err(Errno::EXIST) => Ok(false),
         other => other.map(|()| true).at("create", target),
     }
 }

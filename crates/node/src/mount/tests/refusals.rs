@@ -1,6 +1,7 @@
 //! What cannot be mounted is refused in words, and nothing of it stays.
 
 use std::fs;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::symlink;
 
 use super::fixture::{Fixture, needs_mounts};
@@ -236,6 +237,32 @@ fn nothing_is_changed_in_the_store() {
         refused(&fixture, &request, |error| matches!(error, MountError::Upper { .. }));
     }
     assert!(!fixture.path("store/new").exists());
+}
+
+/// A directory of a server that had ended was called a wrong argument.
+#[test]
+fn a_target_that_a_server_fails_to_show_is_no_wrong_argument() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let at = fixture.target("above");
+    let Ok(server) = fs::File::options().read(true).write(true).open("/dev/fuse") else {
+        let test = "a_target_that_a_server_fails_to_show_is_no_wrong_argument";
+        return eprintln!("SKIP {test}: there is no /dev/fuse");
+    };
+    let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+    let options = std::ffi::CString::new(options).unwrap();
+    rustix::mount::mount("ended", &at, "fuse", rustix::mount::MountFlags::empty(), &*options)
+        .unwrap();
+    drop(server);
+    for target in ["above/below", "above/below/new"] {
+        let request = MountRequest::new(fixture.image, fixture.path(target));
+        let request = MountRequest { create_target: true, ..request };
+        let error = fixture.mounter().mount(&request).unwrap_err();
+        let MountError::Io { source, .. } = error else { panic!("{error}") };
+        assert_eq!(source.kind(), std::io::ErrorKind::NotConnected);
+    }
+    kernel::unmount(&at, true).unwrap();
+    fixture.assert_clean("at the end");
 }
 
 /// A mount at `/proc` was made, and then neither Cofolio nor umount(8) worked; one at the store's `refs` made gc
