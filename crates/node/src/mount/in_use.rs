@@ -370,8 +370,9 @@ fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
 ///
 /// A process that cannot be asked, or not about everything, is no user for that: anybody can make
 /// one, and no mount could be unmounted any more. Who has to be sure asks the kernel as well. But
-/// one that does not answer what it maps counts, unless another user is found: it may be waiting
-/// for what it does here.
+/// one that does not answer what it maps counts, unless another user is found: it may be the user,
+/// and wait for what it does in this mount. So a user who has a FUSE server can make `umount`
+/// refuse; `--force` goes on.
 ///
 /// # Errors
 /// Those of listing all processes, and of a process where this one has no room to ask: no
@@ -388,7 +389,9 @@ pub(super) fn process_on(
         if !is_user && unanswered.is_none() {
             match maps_one_on(&process, mounts, devices) {
                 Err(error) if is_unanswered(&error) => {
-                    unanswered = Some(format!("{}: {error}", named(&process)));
+                    let process = named(&process);
+                    unanswered =
+                        Some(format!("it may be used by {process}, which does not answer"));
                 }
                 asked => is_user = asked?,
             }
