@@ -197,6 +197,8 @@ fn mounts_without_a_record_are_unmounted_as_listed() {
 
     let listed = sandbox.run(&["mounts", "--json"]).json();
     assert!(listed["kept"].as_array().unwrap().is_empty(), "{listed}");
+    let used = sandbox.run(&["du", "--json"]).json();
+    assert_eq!(used["kept_changes"], 0, "{used}");
     let discard = ["umount", "--discard", kept];
     let refused = sandbox.run(&discard);
     refused.fails_with(7).refused("`cofolio mounts` lists mounts, also those without a record");

@@ -330,16 +330,22 @@ impl Mounter<'_> {
         }
         orphans.sort_by(|one, other| other.target.cmp(&one.target));
         let damaged = damaged.iter().map(ToString::to_string).collect();
-        let mut kept = upper::kept(self.domain, &self.run)?;
-        let uppers: HashSet<_> = orphans.iter().flat_map(|it| it.paths("upperdir")).collect();
-        kept.retain(|kept| !uppers.contains(&kept.dir.join("upper")));
+        let kept = self.unmounted_changes(kernel.mounts.get()?)?;
         Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
     }
 
     /// Kept changes of this domain that nothing is mounted over, with their bytes on disk.
     pub fn kept(&self) -> Result<Vec<(u64, KeptChanges)>, MountError> {
-        let kept = upper::kept(self.domain, &self.run)?.into_iter();
+        let kept = self.unmounted_changes(LazyMounts::new(&self.root).get()?)?.into_iter();
         Ok(kept.map(|kept| (upper::disk_bytes(&kept.dir), kept)).collect())
+    }
+
+    /// Kept changes of this domain that none of these mounts shows, with a record or without.
+    fn unmounted_changes(&self, mounts: &[KernelMount]) -> Result<Vec<KeptChanges>, MountError> {
+        let mut kept = upper::kept(self.domain, &self.run)?;
+        let uppers: HashSet<_> = mounts.iter().flat_map(|it| it.paths("upperdir")).collect();
+        kept.retain(|kept| !uppers.contains(&kept.dir.join("upper")));
+        Ok(kept)
     }
 
     /// Removes changes of this domain that were kept.
