@@ -896,6 +896,19 @@ fn warm_reads_an_image_ahead() {
     }
 }
 
+/// A daemon with so many connections that it could not even refuse one more closed it. The client
+/// looked without the daemon, and saw less.
+#[test]
+fn a_daemon_that_closes_the_connection_is_not_passed_over() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    std::fs::create_dir_all(sandbox.path("run")).unwrap();
+    let listener = UnixListener::bind(sandbox.path("run/cofolio.sock")).unwrap();
+    let server = std::thread::spawn(move || drop(listener.accept().unwrap()));
+    sandbox.run(&["top", "--once"]).refused("closed the connection without an answer");
+    server.join().unwrap();
+}
+
 /// A FUSE server above a mount did not answer, and a daemon that was started then waited for it in
 /// the kernel: it served figures of the time 0, and SIGTERM did not end it.
 #[test]

@@ -3,6 +3,7 @@
 //! Each request has a connection of its own, a time limit and a limit on the size of its answer, so
 //! a stuck daemon, or another program at the socket, cannot stop or fill the caller.
 
+use std::error::Error as _;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
@@ -50,6 +51,15 @@ pub enum ClientError {
         socket: PathBuf,
         /// The group whose members may.
         group: Option<String>,
+    },
+    /// The daemon closed the connection without an answer, as it does when there are so many
+    /// connections that it cannot even refuse more.
+    #[error(
+        "{}: the daemon closed the connection without an answer: it may be busy", .socket.display()
+    )]
+    Closed {
+        /// The socket.
+        socket: PathBuf,
     },
     /// The daemon refused the request.
     #[error("{path}: {why} (HTTP status {status})")]
@@ -161,6 +171,9 @@ impl Client {
         let (status, body) =
             runtime.block_on(exchange).map_err(|error| match error.downcast() {
                 Ok(source) => failed(*source),
+                Err(what) if what.downcast_ref().is_some_and(is_closed) => {
+                    ClientError::Closed { socket: self.socket.clone() }
+                }
                 Err(what) => malformed(path, with_causes(&*what)),
             })?;
         if status != StatusCode::OK {
@@ -201,6 +214,16 @@ impl Client {
         rustix::net::connect(&socket, &address)?;
         Ok(socket.into())
     }
+}
+
+/// Whether the other side closed the connection before it answered, and before or after it read the
+/// request.
+fn is_closed(error: &hyper::Error) -> bool {
+    let source = error.source().and_then(|it| it.downcast_ref::<io::Error>());
+    let is_broken = source.is_some_and(|it| {
+        matches!(it.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+    });
+    is_broken || error.is_incomplete_message() || error.is_canceled()
 }
 
 fn malformed(path: &str, what: impl ToString) -> ClientError {
@@ -260,13 +283,32 @@ mod tests {
             (b"HTTP/1.1 200 OK\r\nContent-Length: 101\r\n\r\n", "too large"),
             (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1", "end of file before"),
             (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "invalid type"),
-            (b"", "connection closed before"),
             (&long, "message head is too large"),
         ] {
             let error = answered_with(answer).unwrap_err();
             assert!(matches!(error, ClientError::Malformed { .. }), "{error:?}");
             assert!(error.to_string().contains(what), "{error} instead of {what}");
         }
+    }
+
+    /// A daemon that had no room even for a refusal was taken for one that is not there. It closes the
+    /// connection at any moment until it would answer.
+    #[test]
+    fn a_closed_connection_is_no_answer() {
+        let is_closed = |got: Result<Vec<u32>, ClientError>| {
+            let error = got.unwrap_err();
+            assert!(matches!(error, ClientError::Closed { .. }), "{error:?}");
+            assert!(error.to_string().contains("without an answer"), "{error}");
+        };
+        is_closed(answered_with(b""));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            (0..100).for_each(|_| drop(listener.accept().unwrap()));
+        });
+        (0..100).for_each(|_| is_closed(Client::at(&path).get("/v1/x")));
+        server.join().unwrap();
     }
 
     /// A stopped daemon accepts connections, since the kernel does it, and never answers.

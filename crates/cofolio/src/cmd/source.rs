@@ -50,7 +50,9 @@ impl Source {
                 return Err(error.into());
             }
             // It knows more than this process would: it is only busy.
-            Err(error @ ClientError::Refused { .. }) => return Err(error.into()),
+            Err(error @ (ClientError::Refused { .. } | ClientError::Closed { .. })) => {
+                return Err(error.into());
+            }
             served => served,
         };
         let store = Store::open(&context.global.store);
@@ -68,7 +70,7 @@ impl Source {
             }
             (Err(_), _) => {}
         }
-        context.needs_root("the ledger without a daemon")?;
+        context.needs_root("looking without a daemon")?;
         let store = store?;
         let run = context.run_dir_of(&store);
         let mut ledger = Box::new(Ledger::new(store, run));
