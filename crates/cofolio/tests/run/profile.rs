@@ -63,7 +63,7 @@ fn a_profile_has_what_a_start_opens() {
     assert_eq!(file["object"], json!(text));
 
     // The container hears of Ctrl-C as well. It was told to end, and has not failed.
-    let waits = "trap 'exit 130' INT; cat /bin/text; sleep 1000 & wait";
+    let waits = "trap 'echo interrupted; exit 130' INT; cat /bin/text; sleep 1000 & wait";
     let record = ["profile", "record", "box:1", "--", "sh", "-c", waits];
     let mut command = machine.command(&record);
     let mut child = Killed::start(command.process_group(0).stderr(Stdio::piped()));
@@ -73,6 +73,7 @@ fn a_profile_has_what_a_start_opens() {
     kill_process_group(Pid::from_child(&child.0), Signal::INT).unwrap();
     let said: Vec<String> = said.collect();
     assert!(child.0.wait().unwrap().success(), "{said:?}");
+    assert!(said.iter().any(|line| line.contains("interrupted")), "{said:?}");
     assert!(recorded(&machine).contains(&text));
     machine.assert_clean();
 
