@@ -64,7 +64,7 @@ struct RecordArgs {
     /// Ref or first digits of a digest
     #[arg(required_unless_present = "container")]
     image: Option<String>,
-    /// Record what this container of `cofolio run` reads from now on instead, for so many seconds
+    /// Record what this container of `cofolio run` reads from now on instead, for this many seconds
     /// or until Ctrl-C. All containers lose the image's pages that no process maps, and read them
     /// again. If it can write and still runs at the end, the directories that it has written to
     /// since its start are recorded, too; --rw is not given then
@@ -73,7 +73,7 @@ struct RecordArgs {
     /// Make its root writable and record the directories that it writes to; its changes are removed
     #[arg(long, conflicts_with = "container")]
     rw: bool,
-    /// End it after so many seconds, at most a day
+    /// End it after this many seconds, at most a day
     #[arg(long, short, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: Option<u32>,
     /// The container's program and its arguments instead of the image's
