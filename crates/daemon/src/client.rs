@@ -216,8 +216,7 @@ impl Client {
     }
 }
 
-/// Whether the other side closed the connection before it answered, and before or after it read the
-/// request.
+/// Whether the other side closed the connection before it answered.
 fn is_closed(error: &hyper::Error) -> bool {
     let source = error.source().and_then(|it| it.downcast_ref::<io::Error>());
     let is_broken = source.is_some_and(|it| {
