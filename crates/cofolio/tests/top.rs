@@ -319,7 +319,10 @@ fn missing_memory_cgroups_are_reported() {
     let looked = without(&["top", "--once"]).output().unwrap();
     assert!(looked.status.success());
     let said = String::from_utf8(looked.stderr).unwrap();
-    assert!(said.contains("told apart") && said.contains("no memory cgroup"), "{said}");
+    assert!(
+        said.contains("cannot distinguish containers") && said.contains("no memory cgroup"),
+        "{said}"
+    );
 
     let mut daemon = Killed::start(without(&["serve"]).stderr(Stdio::piped()));
     let mut stderr = BufReader::new(daemon.0.stderr.take().unwrap());
@@ -331,5 +334,8 @@ fn missing_memory_cgroups_are_reported() {
     assert_eq!(request(socket, "GET /v1/version HTTP/1.0\r\n\r\n").0, 200);
     drop(daemon);
     stderr.read_to_string(&mut said).unwrap();
-    assert!(said.contains("told apart") && said.contains("no memory cgroup"), "{said}");
+    assert!(
+        said.contains("cannot distinguish containers") && said.contains("no memory cgroup"),
+        "{said}"
+    );
 }
