@@ -782,8 +782,8 @@ impl Churn<'_> {
         self.commons = warmed.then(|| Commons::open(COMMONS, None)).transpose()?;
         for _ in 0..containers {
             cancel.check()?;
-            // The container's process is the benchmark's own program. What the kernel has reclaimed
-            // of it since would be charged to the container.
+            // The container's process is the benchmark's own program, and would be charged for pages
+            // of it that the kernel has reclaimed since.
             own.warm()?;
             self.begin()?;
             self.end_oldest()?;

@@ -40,6 +40,14 @@ fn mounted(sandbox: &Sandbox) -> (String, PathBuf) {
     (target, big)
 }
 
+/// The same in a sandbox of its own, with a cgroup; says why not.
+fn mounted_beside_a_cgroup(test: &str) -> Option<(Cgroup, Sandbox, String, PathBuf)> {
+    let group = can_mount(test).then(|| cgroup(test))??;
+    let sandbox = Sandbox::new();
+    let (target, big) = mounted(&sandbox);
+    Some((group, sandbox, target, big))
+}
+
 /// A process of a cgroup that has a file open and has read it, without mapping it.
 fn opener(file: &str, group: &Cgroup) -> Killed {
     let run = "echo 0 > \"$0\" && exec 3<\"$1\" && cat <&3 >/dev/null && echo opened; read x";
@@ -52,12 +60,7 @@ fn opener(file: &str, group: &Cgroup) -> Killed {
 #[test]
 fn by_command_and_by_daemon() {
     let test = "by_command_and_by_daemon";
-    if !can_mount(test) {
-        return;
-    }
-    let Some(group) = cgroup(test) else { return };
-    let sandbox = Sandbox::new();
-    let (target, big) = mounted(&sandbox);
+    let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
     let read = || assert_eq!(std::fs::read(&big).unwrap(), vec![b'x'; 100_000]);
     let container = path_of(&group);
 
@@ -89,17 +92,12 @@ fn by_command_and_by_daemon() {
     read();
 }
 
-/// What another container's processes opened was dropped if they ended before the daemon could ask
-/// for their cgroup: it had no other user.
+/// Another container's processes had ended before the daemon could ask for their cgroup. The file
+/// that they had opened had no other user then, and was dropped.
 #[test]
 fn what_unknown_processes_opened_stays() {
     let test = "what_unknown_processes_opened_stays";
-    if !can_mount(test) {
-        return;
-    }
-    let Some(group) = cgroup(test) else { return };
-    let sandbox = Sandbox::new();
-    let (target, big) = mounted(&sandbox);
+    let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
     std::fs::read(&big).unwrap();
     let daemon = Daemon::start(&sandbox, &["--period", "3600"]);
     daemon.sample();
@@ -227,15 +225,7 @@ fn a_damaged_image_is_named() {
 #[test]
 fn a_daemon_relieves_a_container_at_its_limit() {
     let test = "a_daemon_relieves_a_container_at_its_limit";
-    if !can_mount(test) {
-        return;
-    }
-    let Some(group) = cgroup(test) else { return };
-    let sandbox = Sandbox::new();
-    let image = sandbox.import_tree("tree");
-    let target = sandbox.text("mnt");
-    sandbox.run(&["mount", "--create", "tree", &target]).ok();
-    let big = sandbox.object(&image, "/big");
+    let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
     // Charged to this process: the kernel's own reclaim in the container does not touch it.
     std::fs::read(&big).unwrap();
     let config = sandbox.text("config.toml");
@@ -272,12 +262,7 @@ fn a_daemon_relieves_a_container_at_its_limit() {
 #[test]
 fn a_daemon_drops_what_is_left_behind() {
     let test = "a_daemon_drops_what_is_left_behind";
-    if !can_mount(test) {
-        return;
-    }
-    let Some(group) = cgroup(test) else { return };
-    let sandbox = Sandbox::new();
-    let (target, big) = mounted(&sandbox);
+    let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
     std::fs::read(&big).unwrap();
     let config = sandbox.text("config.toml");
     let policy = "[daemon.reclaim]\ndrop_left_behind = true\n";

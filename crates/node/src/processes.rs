@@ -9,7 +9,8 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use cofolio_sys::mount::{UNIQUE_ID, unique_id};
+use rustix::fs::{AtFlags, CWD, statx};
 
 use crate::address_space::Maps;
 use crate::kernel_text::for_each_line_of;
@@ -86,20 +87,12 @@ pub(crate) fn directory(root: &Path, pid: u32) -> PathBuf {
     root.join(format!("proc/{pid}"))
 }
 
-/// `STATX_MNT_ID_UNIQUE` of statx(2), since Linux 6.8: the ID of a mount that no other one gets.
-pub(crate) const MOUNT_ID: StatxFlags = StatxFlags::from_bits_retain(0x4000);
-
-/// The [ID](MOUNT_ID) of the mount that is the root of a process. `None` if the process has ended
-/// or has none, and where the kernel does not say it.
+/// The unique ID of the mount that is the root of a process. `None` if the process has ended or has
+/// none, and where the kernel does not say it.
 pub(crate) fn root_mount(root: &Path, pid: u32) -> Option<u64> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
-    let found = statx(CWD, directory(root, pid).join("root"), flags, MOUNT_ID).ok()?;
-    mount_id(&found)
-}
-
-/// The [ID](MOUNT_ID) of the mount through which a file was found.
-pub(crate) fn mount_id(found: &rustix::fs::Statx) -> Option<u64> {
-    (found.stx_mask & MOUNT_ID.bits() != 0).then_some(found.stx_mnt_id)
+    let found = statx(CWD, directory(root, pid).join("root"), flags, UNIQUE_ID).ok()?;
+    unique_id(&found)
 }
 
 /// `7f6ac63a8000-7f6ac63ce000 r--p 00000000 00:29 4809     /usr/lib/libc.so.6`; the device in

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::io::Errno;
 use rustix::ioctl::{self, Getter, Opcode, opcode};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
@@ -120,8 +120,13 @@ pub struct MountId {
     pub is_root: bool,
 }
 
-/// `STATX_MNT_ID_UNIQUE` (`include/uapi/linux/stat.h`, Linux 6.8).
-const STATX_MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+/// Asks statx(2) for [`MountId::unique`] (`STATX_MNT_ID_UNIQUE` of `include/uapi/linux/stat.h`).
+pub const UNIQUE_ID: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+
+/// [`MountId::unique`] of an answer to [`UNIQUE_ID`].
+pub fn unique_id(found: &Statx) -> Option<u64> {
+    (found.stx_mask & UNIQUE_ID.bits() != 0).then_some(found.stx_mnt_id)
+}
 
 /// The mount that `path`, relative to `dir`, lies on; an empty path means `dir` itself.
 /// Neither follows a symbolic link at the end nor triggers an automount.
@@ -138,10 +143,9 @@ pub fn mount_id(dir: impl AsFd, path: impl AsRef<Path>) -> io::Result<MountId> {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "statx gives no mount id"));
     }
     // The kernel answers with one of the two in the same field, so it takes two calls.
-    let unique = rustix::fs::statx(dir.as_fd(), path, flags, STATX_MNT_ID_UNIQUE)?;
-    let has_unique = unique.stx_mask & STATX_MNT_ID_UNIQUE.bits() != 0;
+    let unique = unique_id(&rustix::fs::statx(dir.as_fd(), path, flags, UNIQUE_ID)?);
     let is_root = plain.stx_attributes.contains(rustix::fs::StatxAttributes::MOUNT_ROOT);
-    Ok(MountId { id: plain.stx_mnt_id, unique: has_unique.then_some(unique.stx_mnt_id), is_root })
+    Ok(MountId { id: plain.stx_mnt_id, unique, is_root })
 }
 
 /// Runs `work` in a thread of its own whose working directory is `dir`. The working directory of

@@ -33,8 +33,8 @@ pub(crate) struct Args {
     /// Read only what the image's profile names, in its order (`cofolio profile record` makes one)
     #[arg(long)]
     profile: bool,
-    /// What the commons may hold, at least 16 MiB: they are one cgroup of the machine, for all
-    /// images of all stores. It stays until another is given [default: what `[commons] limit` says]
+    /// Limit of the commons, at least 16 MiB: they are one cgroup of the machine, for all images of
+    /// all stores. It stays until another is given [default: that of `[commons] limit`]
     #[arg(long, value_name = "SIZE", value_parser = commons_limit)]
     limit: Option<Size>,
 }

@@ -80,7 +80,7 @@ fn a_profile_has_what_a_start_opens() {
     // Of one that runs, what it opens from now on.
     let script = "echo up; while sleep 0.1; do cat /etc/group >/dev/null; done";
     let mut child = started(&machine, &["run", "--name", "it", "box:1", "--", "sh", "-c", script]);
-    // What its processes open and end at once went into the profiles of others.
+    // Its processes end at once, and the files that they opened went into the profiles of others.
     machine.run(&["profile", "record", "box:1", "--", "sh", "-c", "sleep 1; cat /bin/text"]).ok();
     let found = recorded(&machine);
     assert!(found.contains(&text) && !found.contains(&group), "{found:?}");

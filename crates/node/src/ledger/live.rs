@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use cofolio_store::Store;
 use cofolio_store::task::Cancel;
 use cofolio_sys::fanotify::{Event, Opens};
+use cofolio_sys::mount::{UNIQUE_ID, unique_id};
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
 use super::cgroup_ids::{self, CgroupIds};
@@ -27,7 +28,7 @@ use super::{Budget, LedgerError, Machine, Result, Unknown};
 use crate::address_space;
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
-use crate::processes::{self, MOUNT_ID, mount_id};
+use crate::processes;
 
 /// Processor time between two looks at the queue of opened files.
 pub(super) const SLICE: Duration = Duration::from_millis(20);
@@ -533,7 +534,7 @@ impl Ledger {
                         continue;
                     }
                 };
-                let mask = StatxFlags::BASIC_STATS | MOUNT_ID;
+                let mask = StatxFlags::BASIC_STATS | UNIQUE_ID;
                 let Ok(found) =
                     statx(&file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, mask)
                 else {
@@ -551,7 +552,7 @@ impl Ledger {
                     self.learn_root(pid, cgroup);
                     Some(cgroup)
                 });
-                let cgroup = cgroup.or_else(|| self.cgroup_of_mount(mount_id(&found)?));
+                let cgroup = cgroup.or_else(|| self.cgroup_of_mount(unique_id(&found)?));
                 if let Some(first) = &mut self.first_opens {
                     first.note(object, cgroup.and_then(|id| self.cgroups.path(id)));
                 }

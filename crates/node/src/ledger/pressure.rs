@@ -242,8 +242,8 @@ impl Ledger {
         self.pressure.left_behind.extend(noted);
     }
 
-    /// What is noted and has no user left, each tried once. What somebody unknown has opened stays
-    /// noted.
+    /// The noted objects that have no user left, each tried once. Those that somebody unknown has
+    /// opened stay noted.
     fn unused_left_behind(&mut self) -> Work {
         let mut objects = std::mem::take(&mut self.pressure.left_behind);
         // As they were noted: nobody may have looked yet how much of them is resident.

@@ -454,14 +454,19 @@ mod tests {
     use crate::cgroup::{Hierarchy, Version};
     use crate::mount::RunDir;
 
-    /// If the processes of a cgroup could not be listed, it had none: a reclaim said that all were
-    /// looked at, and that what they map was locked or read again.
-    #[test]
-    fn processes_that_cannot_be_listed_are_unread() {
+    fn of_an_empty_machine() -> (tempfile::TempDir, Ledger) {
         let root = tempfile::tempdir().unwrap();
         let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
         let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
         ledger.root = root.path().to_owned();
+        (root, ledger)
+    }
+
+    /// If the processes of a cgroup could not be listed, it had none: a reclaim said that all were
+    /// looked at, and that what they map was locked or read again.
+    #[test]
+    fn processes_that_cannot_be_listed_are_unread() {
+        let (root, mut ledger) = of_an_empty_machine();
         ledger.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
         // A directory cannot be read, like that file of a threaded cgroup.
         fs::create_dir_all(root.path().join("cgroup/threaded/cgroup.procs")).unwrap();
@@ -484,10 +489,7 @@ mod tests {
     /// lost.
     #[test]
     fn events_are_taken_between_the_steps_of_a_reclaim() {
-        let root = tempfile::tempdir().unwrap();
-        let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
-        let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
-        ledger.root = root.path().to_owned();
+        let (root, mut ledger) = of_an_empty_machine();
         if let Err(reason) = ledger.watch_opens() {
             let test = "events_are_taken_between_the_steps_of_a_reclaim";
             return eprintln!("SKIP {test}: {reason}");

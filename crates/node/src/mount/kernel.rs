@@ -407,8 +407,8 @@ pub(crate) fn open_dir(path: &Path) -> rustix::io::Result<OwnedFd> {
 }
 
 /// `O_PATH` descriptor of a mount, or of what else is at a path, without asking a filesystem on the
-/// way, whose server need not answer. What is mounted is in the kernel's cache of names, and so is
-/// the path to it.
+/// way, whose server need not answer. The kernel's cache of names has every mount and the path to
+/// it.
 ///
 /// # Errors
 /// EAGAIN where a filesystem would have to be asked: a name is not in the cache, or the filesystem

@@ -77,7 +77,7 @@ pub(crate) use error::At;
 use error::refused;
 use kernel::{LayerStyle, attach, clone_mount};
 pub(crate) use kernel::{open_cached, open_dir, path_of};
-use reconcile::Kernel;
+use reconcile::{Kernel, Way};
 use state::ImageLock;
 pub(crate) use state::{is_at, list, read_json, read_small, try_flock};
 use target::{make_target, open_resolved, resolve_target};
@@ -241,7 +241,8 @@ impl<'a> Mounter<'a> {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
-                let found = Kernel::new(&self.root).and_then(|k| self.locate_asking(&record, &k));
+                let found =
+                    Kernel::new(&self.root).and_then(|k| self.locate(&record, &k, Way::Asked));
                 // Nobody was told of it, so nobody has changed anything.
                 record.mount = None;
                 let forgotten =
@@ -449,7 +450,7 @@ impl<'a> Mounter<'a> {
                 Err(error) => Err(error),
             };
         };
-        let (state, at) = self.locate_asking(&record, &Kernel::new(&self.root)?)?;
+        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?, Way::Asked)?;
         match state {
             MountState::Live if record.phase == MountPhase::Mounted => Err(already(record.image)),
             MountState::Covered => Err(MountError::Covered(target.to_owned())),
@@ -490,7 +491,7 @@ impl<'a> Mounter<'a> {
             let _ = self.domain.note_use(&found.image, now());
         }
         // First without the lock, as a filesystem on the way to it need not answer.
-        self.locate_asking(&found, &Kernel::new(&self.root)?)?;
+        self.locate(&found, &Kernel::new(&self.root)?, Way::Asked)?;
         let gone = || MountError::NotMounted(target_or_id.display().to_string());
         // It may have gone, or even come again, while we waited.
         let (mut record, lock) = self.run.lock_record(&found.id)?.ok_or_else(gone)?;
@@ -498,7 +499,7 @@ impl<'a> Mounter<'a> {
             return Err(gone());
         }
         let kernel = Kernel::new(&self.root)?;
-        let (state, at) = self.locate_asking(&record, &kernel)?;
+        let (state, at) = self.locate(&record, &kernel, Way::Asked)?;
         match state {
             MountState::OtherNamespace => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });
@@ -549,7 +550,9 @@ impl<'a> Mounter<'a> {
     pub(crate) fn check_namespace(&self, target: &Path) -> Result<(), MountError> {
         let kernel = Kernel::new(&self.root)?;
         match self.run.find(target) {
-            Ok(found) if self.locate(&found, &kernel)?.0 == MountState::OtherNamespace => {
+            Ok(found)
+                if self.locate(&found, &kernel, Way::Cached)?.0 == MountState::OtherNamespace =>
+            {
                 Err(MountError::OtherNamespace { id: found.id, target: found.target })
             }
             Ok(_) | Err(MountError::NotMounted(_)) => Ok(()),

@@ -164,13 +164,22 @@ impl<'r> Kernel<'r> {
     }
 }
 
+/// Whether filesystems on the way to a mount may be asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Not: one that does not answer would hold up everybody who looks at all mounts.
+    Cached,
+    /// For a command that is about this mount, unless another mount covers it.
+    Asked,
+}
+
 impl MountRecord {
     /// Where the kernel's list of mounts has it: live there, covered, or gone. A mount that cannot be
-    /// looked at counts as covered, never as gone. `asks` as for [`Mounter::locate_asking`].
+    /// looked at counts as covered, never as gone.
     pub(crate) fn look_up<'m>(
         &self,
         mounts: &'m [KernelMount],
-        asks: bool,
+        way: Way,
     ) -> (MountState, Option<&'m Path>) {
         let source = source_of(&self.image);
         let found = self.mount.and_then(|mount| {
@@ -178,7 +187,7 @@ impl MountRecord {
         });
         let Some((mount, listed)) = found else { return (MountState::Gone, None) };
         let numbers = match numbers_at(&listed.target) {
-            Err(_) if asks && mountinfo::is_reachable(mounts, listed) => {
+            Err(_) if way == Way::Asked && mountinfo::is_reachable(mounts, listed) => {
                 mount_id(CWD, &listed.target)
             }
             numbers => numbers,
@@ -196,31 +205,12 @@ impl MountRecord {
 
 impl Mounter<'_> {
     /// What the kernel says of a recorded mount, and where it is on top, if it is anywhere. Looks at
-    /// the target only, unless that is not it. Asks no filesystem on the way there: one that does
-    /// not answer would hold up everybody who looks at all mounts.
+    /// the target only, unless that is not it.
     pub(crate) fn locate(
         &self,
         record: &MountRecord,
         kernel: &Kernel<'_>,
-    ) -> Result<(MountState, Option<PathBuf>), MountError> {
-        self.locate_by(record, kernel, false)
-    }
-
-    /// The same for a command that is about this mount. Asks the filesystems on the way to it,
-    /// unless another mount covers it.
-    pub(crate) fn locate_asking(
-        &self,
-        record: &MountRecord,
-        kernel: &Kernel<'_>,
-    ) -> Result<(MountState, Option<PathBuf>), MountError> {
-        self.locate_by(record, kernel, true)
-    }
-
-    fn locate_by(
-        &self,
-        record: &MountRecord,
-        kernel: &Kernel<'_>,
-        asks: bool,
+        way: Way,
     ) -> Result<(MountState, Option<PathBuf>), MountError> {
         let gone = (MountState::Gone, None);
         if record.boot_id != kernel.boot_id {
@@ -237,7 +227,7 @@ impl Mounter<'_> {
         {
             return Ok((MountState::Live, Some(record.target.clone())));
         }
-        let (state, at) = record.look_up(kernel.mounts.get()?, asks);
+        let (state, at) = record.look_up(kernel.mounts.get()?, way);
         Ok((state, at.map(Path::to_owned)))
     }
 
@@ -321,7 +311,7 @@ impl Mounter<'_> {
         }
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
-            let (state, at) = self.locate(&record, &kernel)?;
+            let (state, at) = self.locate(&record, &kernel, Way::Cached)?;
             let moved_to = at.filter(|at| *at != record.target);
             let is_whole = record.phase == MountPhase::Mounted;
             let state = if is_whole { state } else { MountState::InFlight };
@@ -464,7 +454,7 @@ impl Mounter<'_> {
     /// Says whether the record stood for nothing.
     fn reconcile_record(&self, id: &str) -> Result<bool, MountError> {
         let Some((record, lock)) = self.run.lock_record(id)? else { return Ok(false) };
-        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
+        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?, Way::Cached)?;
         // With the lock ours, nobody is at work on a record that is half-way.
         let stale = match state {
             MountState::OtherNamespace => false,

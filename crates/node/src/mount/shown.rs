@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use super::error::{At as _, MountError};
 use super::mountinfo::LazyMounts;
 use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
+use super::reconcile::Way;
 use super::state::{MountRecord, PinRecord, RunDir, list, read_json};
 use super::{MountPhase, MountState, open_cached, sparse};
 use crate::settings::Backend;
@@ -56,7 +57,7 @@ impl MountRecord {
         }
         let (Some(upper), Some(mount)) = (&self.upper, self.mount) else { return Ok(None) };
         // The path to where nothing is mounted need not be in the cache.
-        let is_elsewhere = || match self.look_up(mounts.get()?, false) {
+        let is_elsewhere = || match self.look_up(mounts.get()?, Way::Cached) {
             (MountState::Gone, _) => Ok(true),
             (_, at) => Ok::<_, MountError>(at.is_some_and(|at| at != self.target)),
         };

@@ -80,7 +80,7 @@ fn record_new(
     // It stays open: when this process is killed, the container ends with it.
     let (held, theirs) = UnixStream::pair().map_err(ProfileError::Process)?;
     let answer = held.try_clone().map_err(ProfileError::Process)?;
-    // Whoever kills our process group leaves this process alive: it ends the container.
+    // It outlives our process group if that is killed, and ends the container.
     let child = start.process_group(0).stdin(OwnedFd::from(theirs)).spawn();
     let mut child = child.map_err(ProfileError::Process)?;
     // Its copy of the other end keeps that open.

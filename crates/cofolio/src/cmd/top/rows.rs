@@ -295,7 +295,7 @@ fn image_names(image: &ImageAccount) -> Vec<String> {
     names
 }
 
-/// What an image is called where there is room for one name: that, and how many more there are.
+/// One name of an image, where there is room for no more, and how many others it has.
 fn label(names: &[String]) -> String {
     match names {
         [name] => name.clone(),

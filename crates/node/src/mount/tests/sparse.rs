@@ -445,7 +445,7 @@ fn a_mount_in_a_filesystem_that_checks_names_is_neither_lost_nor_mistaken() {
     let other = mounter.mount(&writable(&fixture, "proc/sys/kernel")).unwrap();
     let plain = mounter.mount(&writable(&fixture, "plain")).unwrap();
     let state = |record: &MountRecord| {
-        mounter.locate(record, &Kernel::new(Path::new("/")).unwrap()).unwrap().0
+        mounter.locate(record, &Kernel::new(Path::new("/")).unwrap(), Way::Cached).unwrap().0
     };
     assert_eq!(open_cached(&record.target).unwrap_err(), rustix::io::Errno::AGAIN);
     assert_eq!(state(&record), MountState::Covered);
