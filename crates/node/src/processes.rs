@@ -150,7 +150,8 @@ mod tests {
         }
     }
 
-    /// This process maps its own program.
+    /// This process maps its own program, and once more where another test's thread prints a
+    /// backtrace: the test that counted the mappings failed then.
     #[test]
     fn a_live_process_is_read() {
         use std::os::unix::ffi::OsStrExt as _;
@@ -158,13 +159,13 @@ mod tests {
         let own = std::process::id();
         assert!(all(root).unwrap().contains(&own));
         let program = std::env::current_exe().unwrap();
-        let mut found = 0;
+        let mut found = false;
         mapped(root, own, |mapping| {
-            found += u32::from(mapping.path == program.as_os_str().as_bytes());
+            found |= mapping.path == program.as_os_str().as_bytes();
             true
         })
         .unwrap();
-        assert_eq!(found, 1);
+        assert!(found);
     }
 
     /// Only the first mapping of a file was looked at. Where the process had no page of that one,
