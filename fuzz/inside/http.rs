@@ -37,7 +37,12 @@ pub fn connection(data: &[u8]) {
     };
     let is_allowed = match socket % 3 {
         0 => true,
-        1 => ["localhost", "127.0.0.1", "[::1]"].iter().any(|name| contains(data, name)),
+        1 => ["localhost", "127.0.0.1", "[::1]"].iter().any(|name| {
+            let is_host = |line: &[u8]| {
+                line.to_ascii_lowercase().starts_with(b"host:") && contains(line, name)
+            };
+            contains(data, &format!("//{name}")) || data.split(|byte| *byte == b'\n').any(is_host)
+        }),
         _ => contains(data, TOKEN),
     };
     // No body has a line break of HTTP's.

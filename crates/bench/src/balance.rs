@@ -29,6 +29,7 @@ use serde::Serialize;
 
 use crate::Outcome;
 use crate::cleanup::{self, for_all};
+use crate::density::variants;
 use crate::goals::Goals;
 use crate::measure::{OwnFiles, SETTLE_MAX, cold_start, delta, read_memory, wait_for_quiet};
 use crate::memory::Memory;
@@ -36,6 +37,9 @@ use crate::place::{Place, PlaceArgs};
 use crate::report;
 use crate::residency;
 use crate::share;
+
+/// Of the cgroup's name.
+const CGROUP_PREFIX: &str = "cofolio-balance-";
 
 /// The machine's page cache, item by item
 ///
@@ -119,12 +123,15 @@ pub(super) fn run(args: &Args) -> Outcome {
     let Place { work, domain, _alone } = Place::prepare(&args.place, None, &say)?;
     let dir = work.join("balance");
     fs::create_dir_all(&dir)?;
+    let hierarchy = Hierarchy::find(Path::new("/"))?;
+    cleanup::remove_cgroups(&hierarchy, CGROUP_PREFIX)?;
+    variants::clean(std::slice::from_ref(&dir), &domain)?;
     let mut images = Vec::new();
     for text in &args.images {
         images.push(share::prepare_one(text, &work, &domain, &say)?.1);
     }
     let signals = Cancellable::begin()?;
-    let balance = measure(&dir, &domain, &images, &signals.cancel)?;
+    let balance = measure(&dir, &domain, &hierarchy, &images, &signals.cancel)?;
     let json = args.place.json.as_deref();
     report::finish(json, &work, &balance, &table(&balance), &balance.goals())
 }
@@ -150,7 +157,13 @@ fn table(it: &Balance) -> String {
 }
 
 /// Mounts, lets the workload run, and takes the balance meanwhile.
-fn measure(dir: &Path, domain: &Domain, images: &[Digest], cancel: &Cancel) -> Result<Balance> {
+fn measure(
+    dir: &Path,
+    domain: &Domain,
+    hierarchy: &Hierarchy,
+    images: &[Digest],
+    cancel: &Cancel,
+) -> Result<Balance> {
     let mounter = Mounter::new(domain, RunDir::of(domain.store()), &ImageContents);
     let mut mounted = Vec::new();
     let measured = (|| {
@@ -162,7 +175,7 @@ fn measure(dir: &Path, domain: &Domain, images: &[Digest], cancel: &Cancel) -> R
                 mounted.push(mounter.mount(&request)?);
             }
         }
-        under_load(domain, &mounter, &mounted, images)
+        under_load(domain, hierarchy, &mounter, &mounted, images)
     })();
     let unmounted = for_all(&mounted, |record| {
         mounter.umount(&record.target, &UmountOptions { force: true, ..Default::default() })?;
@@ -173,6 +186,7 @@ fn measure(dir: &Path, domain: &Domain, images: &[Digest], cancel: &Cancel) -> R
 
 fn under_load(
     domain: &Domain,
+    hierarchy: &Hierarchy,
     mounter: &Mounter<'_>,
     mounted: &[MountRecord],
     images: &[Digest],
@@ -185,8 +199,7 @@ fn under_load(
     own.warm()?;
     wait_for_quiet(SETTLE_MAX);
     // To be told from what others bring in.
-    let hierarchy = Hierarchy::find(Path::new("/"))?;
-    let cgroup = hierarchy.create(&format!("cofolio-balance-{}", std::process::id()))?;
+    let cgroup = hierarchy.create(&format!("{CGROUP_PREFIX}{}", std::process::id()))?;
     let others_before = hierarchy.cache_elsewhere(&cgroup)?;
     let before = read_memory()?;
 

@@ -31,12 +31,23 @@ pub(crate) fn result<T>(cancel: &Cancel, measured: Result<T>, taken_down: Result
     Ok(measured)
 }
 
-/// Names of the cgroups at the top of the hierarchy that begin with `prefix`.
+/// Paths of the cgroups at the top of the hierarchy whose names begin with `prefix`, each behind
+/// its children.
 fn cgroups(hierarchy: &Hierarchy, prefix: &str) -> Result<Vec<String>> {
+    let children = |of: &str| -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(hierarchy.directory(of))? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                found.extend(entry.file_name().into_string().ok());
+            }
+        }
+        Ok(found)
+    };
     let mut found = Vec::new();
-    for entry in fs::read_dir(hierarchy.directory(""))? {
-        let name = entry?.file_name();
-        found.extend(name.to_str().filter(|name| name.starts_with(prefix)).map(str::to_owned));
+    for name in children("")?.into_iter().filter(|name| name.starts_with(prefix)) {
+        found.extend(children(&name)?.into_iter().map(|child| format!("{name}/{child}")));
+        found.push(name);
     }
     Ok(found)
 }

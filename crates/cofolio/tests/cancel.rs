@@ -14,6 +14,7 @@ use std::os::unix::fs::FileExt as _;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
+use common::machine::until;
 use common::{Sandbox, can_mount};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
@@ -179,7 +180,76 @@ fn a_signal_ends_waiting_for_a_lock() {
     let locks = sandbox.path("run").read_dir().unwrap().next().unwrap().unwrap().path();
     let image = sandbox.run(&["inspect", "--json", "box:1"]).json();
     let image = image["image"].as_str().unwrap().to_owned();
-    ends(&locks.join("locks").join(&image[..2]), &[&mount]);
+    let lock = locks.join("locks").join(&image[..2]);
+    ends(&lock, &[&mount]);
+    // A container that waited for it ended with no signal but SIGKILL.
+    if can_run("a_signal_ends_waiting_for_a_lock") {
+        ends(&lock, &[&["run", "box:1", "--", "true"]]);
+        assert_eq!(sandbox.run(&["ps", "--json"]).json(), serde_json::json!([]));
+    }
+}
+
+/// `mount`, `bundle` and `run` read an image ahead when it is mounted already. Ctrl-C ended `mount` and
+/// `bundle` there, and the mount stayed without a word; `run` ended the process that reads and
+/// started the container.
+#[test]
+fn a_signal_while_an_image_is_read_ahead_undoes_the_mount() {
+    let test = "a_signal_while_an_image_is_read_ahead_undoes_the_mount";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    for number in 0..2000 {
+        fs::write(tree.join(number.to_string()), number.to_string()).unwrap();
+    }
+    sandbox.run(&["import", "--name", "box:1", tree.to_str().unwrap()]).ok();
+    let (target, bundle) = (sandbox.text("mnt"), sandbox.text("bundle"));
+    let mut commands = vec![
+        vec!["mount", "--warm", "all", "--create", "box:1", &target],
+        vec!["bundle", "--warm", "all", "box:1", &bundle, "--", "true"],
+    ];
+    if can_run(test) {
+        commands.push(vec!["run", "--rw", "--warm", "all", "box:1", "--", "true"]);
+    }
+    for args in commands {
+        let mut child = start(&sandbox, &args);
+        let is_helper = |pid: &u32| {
+            let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).ok();
+            let parent = read("stat")
+                .and_then(|stat| stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse::<u32>().ok());
+            // Until it executes the program, the other one waits for that.
+            let executes = || read("cmdline").is_some_and(|line| line.contains("\0warm\0"));
+            parent == Some(child.id()) && executes()
+        };
+        let began = Instant::now();
+        let helper = loop {
+            assert!(began.elapsed() < WATCHDOG, "{args:?} does not read ahead");
+            let names = fs::read_dir("/proc").unwrap().flatten();
+            let pids = names.filter_map(|it| it.file_name().to_str()?.parse::<u32>().ok());
+            let found = pids.filter(|pid| *pid > child.id()).find(is_helper);
+            if let Some(pid) = found {
+                break Pid::from_raw(pid.cast_signed()).unwrap();
+            }
+        };
+        // It reads many files.
+        kill_process(helper, Signal::STOP).unwrap();
+        kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+        let ended = until("it ends", || child.try_wait().unwrap());
+        assert_eq!(ended.code(), Some(130), "{args:?}");
+        assert!(kill_process(helper, Signal::CONT).is_err(), "{args:?}");
+        assert_eq!(sandbox.mounted(), Vec::<std::path::PathBuf>::new(), "{args:?}");
+        assert!(!sandbox.path("mnt").exists() && !sandbox.path("bundle").exists(), "{args:?}");
+    }
+}
+
+/// Whether there is a runtime; says if not.
+fn can_run(test: &str) -> bool {
+    let can = ["crun", "runc"].into_iter().any(|name| common::program(name).is_some());
+    if !can {
+        common::skip(test, "neither crun nor runc is installed");
+    }
+    can
 }
 
 /// It has handlers for all signals, and sleeps. Before that a signal does what it did before.

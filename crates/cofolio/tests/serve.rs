@@ -461,11 +461,11 @@ fn a_reload_names_what_takes_a_restart() {
     assert!(said.contains("restart the daemon to apply: group, listen"), "{said}");
 }
 
-/// Clients that say nothing, or half of something, take every connection that there is. Each is
-/// given up after a time, and others are served.
+/// Clients that say nothing, or half of something, take every connection that there is. Others are
+/// refused, until the slow ones are given up after a time.
 #[test]
-fn slow_clients_hold_up_nobody() {
-    if !can_mount("slow_clients_hold_up_nobody") {
+fn slow_clients_are_given_up() {
+    if !can_mount("slow_clients_are_given_up") {
         return;
     }
     let sandbox = Sandbox::new();

@@ -183,7 +183,7 @@ function showStatus() {
     el("span", { class: count ? "some" : "" }, countNode(count), ` ${count === 1 ? one : many}`);
   const { openers, overflows, processes, images, objects, files, mounts } = report.unknown;
   $("unknown").replaceChildren("Not attributed: ",
-    kind(openers, "ended opener", "ended openers"), ", ",
+    kind(openers, "unknown opener", "unknown openers"), ", ",
     kind(overflows, "queue overflow", "queue overflows"), ", ",
     kind(processes, "unread process", "unread processes"), ", ",
     kind(images, "unread image", "unread images"), ", ",

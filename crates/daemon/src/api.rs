@@ -4,11 +4,11 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cofolio_node::ledger::{ImageFile, LedgerError, ReclaimRequest};
+use cofolio_node::ledger::{FileOrder, ImageFiles, LedgerError, ReclaimRequest};
 use cofolio_store::{Digest, with_causes};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, HOST, HeaderValue, WWW_AUTHENTICATE};
+use hyper::header::{ALLOW, CONNECTION, HOST, HeaderValue, WWW_AUTHENTICATE};
 use hyper::{Request, StatusCode};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -57,23 +57,23 @@ pub(crate) struct Api {
 /// Turns to make a list of files: clients at TCP addresses cannot take those of others.
 #[derive(Debug)]
 pub(crate) struct Turns {
-    trusted: Semaphore,
-    others: Semaphore,
+    trusted: Arc<Semaphore>,
+    others: Arc<Semaphore>,
 }
 
 impl Default for Turns {
     fn default() -> Self {
-        let turns = || Semaphore::new(LISTS_MAX);
+        let turns = || Arc::new(Semaphore::new(LISTS_MAX));
         Self { trusted: turns(), others: turns() }
     }
 }
 
 impl Turns {
-    fn of(&self, peer: &Peer) -> &Semaphore {
-        match peer {
+    fn of(&self, peer: &Peer) -> Arc<Semaphore> {
+        Arc::clone(match peer {
             Peer::Local => &self.trusted,
             Peer::Remote(_) => &self.others,
-        }
+        })
     }
 }
 
@@ -107,7 +107,10 @@ impl Api {
             .await
             .unwrap_or_else(|(status, why)| refusal(status, &why));
         if answered.status() == StatusCode::UNAUTHORIZED {
-            answered.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            let headers = answered.headers_mut();
+            headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            // Its permit is for clients who have the token.
+            headers.insert(CONNECTION, HeaderValue::from_static("close"));
         }
         answered
     }
@@ -198,28 +201,24 @@ impl Api {
             Some(Ok(limit)) if limit <= FILES_MAX => limit,
             Some(_) => return Err(bad_request(&format!("limit is a number up to {FILES_MAX}"))),
         };
-        let key: Option<fn(&ImageFile) -> u64> = match query(request, "sort").as_deref() {
-            None | Some("path") => None,
-            Some("size") => Some(|file| file.bytes),
-            Some("resident") => Some(|file| file.resident_bytes),
+        let order = match query(request, "sort").as_deref() {
+            None | Some("path") => FileOrder::Path,
+            Some("size") => FileOrder::Size,
+            Some("resident") => FileOrder::Resident,
             _ => return Err(bad_request("sort is path, size or resident")),
         };
-        let turn = tokio::time::timeout(TURN, self.lists.of(peer).acquire()).await;
-        let Ok(Ok(_turn)) = turn else { return Err(busy()) };
+        let turn = tokio::time::timeout(TURN, self.lists.of(peer).acquire_owned()).await;
+        let Ok(Ok(turn)) = turn else { return Err(busy()) };
         let name = domain.to_owned();
-        let files = self.ask(peer, |answer| Question::Files(name, digest, answer)).await?;
-        let Some(mut files) = files else {
+        let question = |answer| Question::Files(name, digest, order, limit, answer);
+        let Some(ImageFiles { total, files }) = self.ask(peer, question).await? else {
             return Err(not_found(format!("no image {image} in trust domain {domain}")));
         };
         let domain = domain.to_owned();
         off_thread(move || {
-            if let Some(key) = key {
-                files.sort_by_key(|file| std::cmp::Reverse(key(file)));
-            }
-            let total = files.len() as u64;
-            files.truncate(limit);
-            let answer = Files { domain, image: digest, total, files };
-            json_reply(StatusCode::OK, &answer)
+            // The client may have gone, but the list has not.
+            let _turn = turn;
+            json_reply(StatusCode::OK, &Files { domain, image: digest, total, files })
         })
         .await
     }

@@ -106,8 +106,8 @@ impl ConnectionLimits {
         ConnectionPermit { _connection: connection, unread, ending }
     }
 
-    /// Waits until another handshake may begin. Clients in one are not known yet, so they take no
-    /// permit of those that are.
+    /// Waits until another handshake may begin. Clients without the right certificate do not get
+    /// beyond it, and take no permit. Those without the right token take one for one request.
     pub(crate) async fn acquire_handshake(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.handshakes).acquire_owned().await.ok()
     }

@@ -210,7 +210,11 @@ impl Figures {
         let unknown = &self.report().unknown;
         for (name, help, value) in [
             ("upkeep_failures", "Times that scheduled upkeep failed", self.upkeep.failures),
-            ("unknown_openers", "Opened files whose process had ended", unknown.openers),
+            (
+                "unknown_openers",
+                "Opened files of processes whose container is unknown",
+                unknown.openers,
+            ),
             ("unreadable_opens", "Opened files that could not be looked at", unknown.files),
             ("opens_overflows", "Times that the queue of opened files was full", unknown.overflows),
         ] {

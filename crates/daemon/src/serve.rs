@@ -102,8 +102,10 @@ pub fn serve(
     let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
     let (listeners, socket) = open_sockets(&options, &auth, said)?;
-    let Options { store, run, .. } = &options;
     let cancel = Cancel::default();
+    // Somebody can hold a lock of the store for as long as they like.
+    let store = &options.store.clone().waits_until(cancel.clone());
+    let run = &options.run;
     let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
     if let Some(error) = ledger.cgroup_error() {
         said(&format!("cannot distinguish containers or notice their end: {error}"));

@@ -32,6 +32,8 @@ pub struct Schedule {
 
 /// How often a thread looks whether it is to end, and whether something is due.
 const TICK: Duration = Duration::from_millis(500);
+/// How often the trust domains are listed, and the records of their scrubs read.
+const LIST_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What became of upkeep so far.
 #[derive(Clone, Copy, Debug, Default)]
@@ -175,7 +177,7 @@ pub(crate) fn run(
         done.lock().unwrap_or_else(PoisonError::into_inner).failures += 1;
         said(&format!("{}: {error}", work.name()));
     };
-    // Earliest time to list domains again after a failure.
+    // Earliest time to list domains again.
     let (mut list_from, mut list_failures) = (Instant::now(), 0);
     std::thread::scope(|scope| {
         let mut running: Option<(String, ScopedJoinHandle<'_, Result<Ended, UpkeepError>>)> = None;
@@ -191,10 +193,12 @@ pub(crate) fn run(
                     due.ended(ended, schedule.delay);
                 }
             }
-            let every = work.interval(&schedule).filter(|_| list_from <= Instant::now());
-            match every.map(|_| store.domains()).transpose() {
+            let every = work.interval(&schedule);
+            let is_time = list_from <= Instant::now();
+            match every.filter(|_| is_time).map(|_| store.domains()).transpose() {
                 Ok(None) => {}
                 Ok(Some(names)) => {
+                    list_from = Instant::now() + LIST_INTERVAL.min(schedule.delay);
                     list_failures = 0;
                     look(&mut all, names, work, store, &schedule);
                 }
@@ -205,6 +209,7 @@ pub(crate) fn run(
                 }
             }
             publish(work, &schedule, &all, list_failures, done);
+            let every = every.filter(|_| list_failures == 0);
             if let (None, Some(name)) = (&running, every.and_then(|every| next(&all, every))) {
                 let (its_name, delay) = (name.clone(), schedule.delay);
                 let work = move || {

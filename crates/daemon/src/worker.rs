@@ -6,7 +6,8 @@ use std::sync::{Arc, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
 use cofolio_node::ledger::{
-    Budget, ImageFile, Ledger, LedgerError, ReclaimRequest, Reclaimed, ResidentSharing, thread_time,
+    Budget, FileOrder, ImageFiles, Ledger, LedgerError, ReclaimRequest, Reclaimed, ResidentSharing,
+    thread_time,
 };
 use cofolio_store::Digest;
 use cofolio_store::task::Cancel;
@@ -45,7 +46,8 @@ type Answer<T> = oneshot::Sender<Result<T, LedgerError>>;
 pub(crate) enum Question {
     /// Takes all figures now.
     Sample(Answer<Arc<Encoded>>),
-    Files(String, Digest, Answer<Option<Vec<ImageFile>>>),
+    /// The first files of an image, at most so many.
+    Files(String, Digest, FileOrder, usize, Answer<Option<ImageFiles>>),
     Users(String, Digest, Answer<Option<Users>>),
     Sharing(String, usize, Answer<Option<ResidentSharing>>),
     /// Takes all figures and drops pages. The answer to come is sent before the first page goes:
@@ -251,8 +253,8 @@ impl Worker {
                 let sampled = self.ledger.sample_all();
                 let _ = answer.send(sampled.and_then(|()| self.report()));
             }
-            Question::Files(domain, image, answer) => {
-                let _ = answer.send(self.ledger.files(&domain, &image));
+            Question::Files(domain, image, order, max, answer) => {
+                let _ = answer.send(self.ledger.files(&domain, &image, order, max));
             }
             Question::Users(domain, object, answer) => {
                 let users = self.ledger.users(&domain, &object);

@@ -163,7 +163,8 @@ impl Hierarchy {
         self.version
     }
 
-    /// Makes an empty cgroup at the top of the hierarchy, removed on drop.
+    /// Makes an empty cgroup, by its path from the top of the hierarchy; removed on drop. The one
+    /// above it must exist.
     ///
     /// # Errors
     /// [`CgroupError::NoMemoryController`] with the kernel's reason: no privilege, or a version 2
@@ -172,7 +173,7 @@ impl Hierarchy {
         self.make(name, false)
     }
 
-    /// A cgroup at the top of the hierarchy that stays; made if it is missing.
+    /// A cgroup, by its path from the top of the hierarchy, that stays; made if it is missing.
     ///
     /// # Errors
     /// As [`Hierarchy::create`].
@@ -190,14 +191,15 @@ impl Hierarchy {
         let refused = |path: &Path, error: io::Error| CgroupError::NoMemoryController {
             reason: format!("{}: {error}", path.display()),
         };
+        let path = self.directory(name);
+        let above = path.parent().unwrap_or(&self.mount);
         if self.version == Version::V2 {
-            let control = self.mount.join("cgroup.subtree_control");
+            let control = above.join("cgroup.subtree_control");
             let enabled = read_text(&control)?.split_whitespace().any(|c| c == "memory");
             if !enabled {
                 fs::write(&control, "+memory").map_err(|error| refused(&control, error))?;
             }
         }
-        let path = self.mount.join(name);
         match fs::create_dir(&path) {
             Err(error) if stays && error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.map_err(|error| refused(&path, error))?,

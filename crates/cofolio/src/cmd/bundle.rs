@@ -164,13 +164,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             options: MountOptions { name: image.ref_name.clone(), ..MountOptions::default() },
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
         })?;
-        drop(work);
-        args.warm.warm(&domain, &image.digest, context);
-        write().or_else(|error| {
+        let warmed = args.warm.warm(&domain, &image.digest, context).map_err(Into::into);
+        warmed.and_then(|()| Ok(write()?)).or_else(|error: anyhow::Error| {
             let options = UmountOptions::default();
             let left = mounter.umount(Path::new(&mounted.id), &options);
             left.with_context(|| format!("unmounting {}", mounted.target.display()))?;
-            Err(error.into())
+            Err(error)
         })
     };
     let config = match &args.rootfs {

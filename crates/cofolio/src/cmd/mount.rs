@@ -3,13 +3,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_image::trust::Need;
-use cofolio_node::mount::{Access, MountOptions, MountRequest};
+use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
 
 use crate::cmd::Outcome;
 use crate::cmd::profile::recorded_dirs;
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, short};
 use crate::exit::{Exit, Fail};
+use crate::progress::Work;
 use crate::trust::TrustArgs;
 
 /// Mount an image at a directory
@@ -117,10 +118,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         },
         ..MountRequest::new(image.digest, Path::new(target))
     };
-    let mounter = context.mounter(&domain);
-    let record =
-        context.work("verifying", "file", |task| mounter.with_task(task).mount(&request))?;
-    args.warm.warm(&domain, &image.digest, context);
+    let work = Work::begin(context.ui, "verifying", "file")?;
+    let mounter = context.mounter(&domain).with_task(&work.task);
+    let record = mounter.mount(&request)?;
+    if let Err(cancelled) = args.warm.warm(&domain, &image.digest, context) {
+        mounter.umount(Path::new(&record.id), &UmountOptions::default())?;
+        return Err(cancelled.into());
+    }
+    drop(work);
     if context.ui.json {
         return context.ui.json(&record);
     }

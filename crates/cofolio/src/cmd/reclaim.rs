@@ -87,7 +87,7 @@ fn sentence(reclaimed: &Reclaimed) -> String {
     if reclaimed.shared_objects > 0 {
         let shared = plural(reclaimed.shared_objects, "object");
         let bytes = human_size(reclaimed.shared_bytes);
-        said.push_str(&format!("; skipped {shared} ({bytes}) in use by others"));
+        said.push_str(&format!("; skipped {shared} ({bytes}) that others use or may use"));
     }
     if reclaimed.unread_processes > 0 {
         let unread = reclaimed.unread_processes;

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::ValueEnum;
+use cofolio_cli::interrupt::{self, Cancellable};
 use cofolio_image::import::ImportOptions;
 use cofolio_image::reference::Reference;
 use cofolio_image::source::Source;
@@ -38,7 +39,6 @@ use crate::cmd::pull::RegistryArgs;
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
-use crate::interrupt;
 use crate::progress::Work;
 use crate::trust::{ArrivalArgs, TrustArgs};
 use cofolio_node::config::Size;
@@ -167,7 +167,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     Ok(start(args, context).unwrap_or_else(|error| {
         let exit = exit::report(&error, context.ui);
         match error.downcast_ref::<RunError>().map_or(NOT_STARTED, status_of) {
-            NOT_STARTED if exit == Exit::Usage => exit.into(),
+            NOT_STARTED if matches!(exit, Exit::Usage | Exit::Interrupted) => exit.into(),
             status => Ended::Container(status),
         }
     }))
@@ -258,17 +258,15 @@ fn attach(
     request: &Request,
     work: Option<Work>,
 ) -> anyhow::Result<Ended> {
-    // From here on signals are for the container, also those that come before it has started.
+    // Signals are for the container, but until it starts they cancel that.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
-    if work.is_none() {
-        interrupt::release();
-    }
+    let starting = work.is_none().then(Cancellable::begin).transpose()?;
     let streams =
         if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
     let running = containers.start(request, &streams)?;
-    drop(work);
     interrupt::release();
+    drop((work, starting));
     let held = args.hold.then(|| end_with_input(context, running.container.name())).transpose()?;
     let given_up = Cancel::default();
     let passed_on = pass_on(signals, running.runtime_id(), given_up.clone());
@@ -468,8 +466,9 @@ fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<Receiver<
     Ok(held)
 }
 
-/// From now on signals go to the runtime, which passes them on to the container. Once that has ended,
-/// they end the copying of its output, which somebody may not read.
+/// From now on signals go to the runtime, which passes them on to the container, and so do those that
+/// came while it was started. Once it has ended, they end the copying of its output, which somebody
+/// may not read.
 fn pass_on(
     mut signals: SignalsInfo<WithOrigin>,
     runtime: u32,
@@ -477,6 +476,12 @@ fn pass_on(
 ) -> anyhow::Result<()> {
     let runtime = pidfd(runtime).context("holding on to the runtime")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        let pass = |signal| {
+            if let Some(signal) = Signal::from_named_raw(signal) {
+                let _ = pidfd_send_signal(&runtime, signal);
+            }
+        };
+        signals.pending().for_each(|it| pass(it.signal));
         for Origin { signal, cause, .. } in signals.forever() {
             let mut ended = [PollFd::new(&runtime, PollFlags::IN)];
             if poll(&mut ended, Some(&Timespec::default())).is_ok_and(|ended| ended > 0) {
@@ -486,9 +491,7 @@ fn pass_on(
             if cause == Cause::Kernel {
                 continue;
             }
-            if let Some(signal) = Signal::from_named_raw(signal) {
-                let _ = pidfd_send_signal(&runtime, signal);
-            }
+            pass(signal);
         }
     })?;
     Ok(())

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
-use cofolio_node::config::{Config, DEFAULT_PATH, Daemon, Loaded};
+use cofolio_node::config::{Config, DEFAULT_PATH, Loaded};
 use cofolio_node::ledger::ReclaimPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::PIPE_BUF;
@@ -64,14 +64,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let reload = || {
         let path = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
-        let new = match Loaded::read(path).map_err(|error| error.to_string())? {
+        let read = Loaded::read(path).map_err(|error| format!("{:#}", anyhow::Error::from(error)));
+        let new = match read? {
             Some(loaded) => loaded.config,
             None if context.global.config.is_some() => {
                 return Err(format!("there is no file {}", path.display()));
             }
             None => Config::default(),
         };
-        let changed = needs_restart(args, config, &new.daemon);
+        let changed = needs_restart(args, context, &new);
         if !changed.is_empty() {
             say(&format!("restart the daemon to apply: {}", changed.join(", ")));
         }
@@ -95,9 +96,14 @@ fn say(said: &str) {
     }
 }
 
-/// Keys of `[daemon]` with a new value that a reload does not apply. Options come before the file.
-fn needs_restart(args: &Args, old: &Daemon, new: &Daemon) -> Vec<&'static str> {
+/// Keys with a new value that a reload does not apply. Options come before the file.
+fn needs_restart(args: &Args, context: &Context<'_>, new: &Config) -> Vec<&'static str> {
+    let Config { store: old_store, daemon: old, .. } = &context.config.config;
+    let Config { store: new_store, daemon: new, .. } = new;
+    let (store, run_dir) = (&context.global.store, &context.global.run_dir);
     let keys = [
+        ("store.path", *store == old_store.path && old_store.path != new_store.path),
+        ("store.run_dir", *run_dir == old_store.run_dir && old_store.run_dir != new_store.run_dir),
         ("socket", args.socket.is_none() && old.socket != new.socket),
         ("group", args.group.is_none() && old.group != new.group),
         ("listen", args.listen.is_none() && old.listen != new.listen),

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use cofolio_daemon::{Client, ClientError, Files, Users, Version};
 use cofolio_image::reference::DIGEST_DIGITS_MIN;
 use cofolio_node::ledger::{
-    Budget, ImageFile, Ledger, LedgerError, ObjectUser, ReclaimRequest, Reclaimed, Report,
-    UsedImage,
+    Budget, FileOrder, ImageFile, ImageFiles, Ledger, LedgerError, ObjectUser, ReclaimRequest,
+    Reclaimed, Report, UsedImage,
 };
 use cofolio_store::{Digest, Store, with_causes};
 use rustix::process::geteuid;
@@ -138,10 +138,8 @@ impl Source {
                 Ok((files, total))
             }
             Self::Here { ledger, .. } => {
-                let mut files = ledger.files(domain, image)?.ok_or_else(gone)?;
-                let total = files.len() as u64;
-                files.sort_by_key(|file| std::cmp::Reverse(file.resident_bytes));
-                files.truncate(max);
+                let found = ledger.files(domain, image, FileOrder::Resident, max)?;
+                let ImageFiles { total, files } = found.ok_or_else(gone)?;
                 Ok((files, total))
             }
         }

@@ -1,11 +1,13 @@
-use std::io::{PipeWriter, Read as _, Write as _};
-use std::process::{Output, Stdio};
+use std::io::{self, PipeWriter, Read as _, Write as _};
+use std::process::{Command, Output, Stdio};
 
 use anyhow::Context as _;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use cofolio_cli::interrupt;
 use cofolio_node::commons::{self, Commons};
 use cofolio_node::config::{Size, Warm, commons_limit};
 use cofolio_node::profile::Profile;
+use cofolio_store::task::{Cancel, Cancelled};
 use cofolio_store::{Digest, Domain};
 use cofolio_sys::process::{Fork, fork};
 
@@ -59,7 +61,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 fn watch(commons: &Commons, context: &Context<'_>) -> anyhow::Result<Option<PipeWriter>> {
     let Some(limit) = commons.limit_bytes()? else { return Ok(None) };
     let before = commons.oom_kills()?;
-    let (mut ended, writer) = std::io::pipe()?;
+    let (mut ended, writer) = io::pipe()?;
     if let Fork::Parent(_) = fork().context("starting a process that watches this one")? {
         return Ok(Some(writer));
     }
@@ -132,23 +134,43 @@ fn what() -> impl clap::builder::TypedValueParser<Value = Warm> {
 
 impl WarmArgs {
     /// Reads a mounted image ahead in a process of its own, because a whole process is in the commons
-    /// meanwhile. The image can be used without, so a failure is a note.
-    pub(crate) fn warm(&self, domain: &Domain, image: &Digest, context: &Context<'_>) {
+    /// meanwhile. The image can be used without, so a failure is a note. Fails only if a signal has
+    /// cancelled the caller's work, which the caller then undoes.
+    pub(crate) fn warm(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        context: &Context<'_>,
+    ) -> Result<(), Cancelled> {
+        let cancel = interrupt::cancel();
         let mut helper = context.cofolio();
-        helper.args(["--quiet", "warm", &image.to_string()]).stdout(Stdio::null());
+        helper.args(["--quiet", "warm", &image.to_string()]);
         match self.warm.unwrap_or(context.config.config.commons.warm) {
-            Warm::Never => return,
+            Warm::Never => return cancel.check(),
             Warm::All => {}
-            Warm::Profile if matches!(domain.profile(image), Ok(None)) => return,
+            Warm::Profile if matches!(domain.profile(image), Ok(None)) => return cancel.check(),
             Warm::Profile => _ = helper.arg("--profile"),
         }
-        let why = match helper.output() {
-            Ok(done) if done.status.success() => return,
-            Ok(done) => reason(&done),
-            Err(error) => error.to_string(),
+        let why = match output(&mut helper, &cancel) {
+            Ok(done) if done.status.success() => None,
+            Ok(done) => Some(reason(&done)),
+            Err(error) => Some(error.to_string()),
         };
-        context.ui.note(format!("the image is not read ahead: {why}"));
+        // A signal of a terminal has ended the helper as well.
+        cancel.check()?;
+        why.into_iter()
+            .for_each(|why| context.ui.note(format!("the image is not read ahead: {why}")));
+        Ok(())
     }
+}
+
+/// What a process ended with, which says little. It is killed when the work is cancelled.
+fn output(command: &mut Command, cancel: &Cancel) -> io::Result<Output> {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    if cancel.wait_for(|| anyhow::Ok(child.try_wait()?)).is_err() {
+        let _ = child.kill();
+    }
+    child.wait_with_output()
 }
 
 /// Why the process that reads ahead has failed. One that was killed says nothing.

@@ -34,6 +34,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 
+use cofolio_store::task::Cancelled;
 use cofolio_store::{Digest, Purpose, replace_file};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -143,7 +144,7 @@ pub struct ContainerStatus {
 /// The containers of one trust domain.
 pub struct Containers<'a> {
     mounter: Mounter<'a>,
-    before_start: Option<&'a dyn Fn()>,
+    before_start: Option<&'a dyn Fn() -> Result<(), Cancelled>>,
     /// Where `/proc` and `/sys` are looked up.
     root: PathBuf,
 }
@@ -176,9 +177,10 @@ impl<'a> Containers<'a> {
         Self { mounter, before_start: None, root: PathBuf::from("/") }
     }
 
-    /// Calls this when the image of a new container is mounted, before the runtime starts it.
+    /// Calls this when the image of a new container is mounted, before the runtime starts it. If it
+    /// is cancelled then, so is the start.
     #[must_use]
-    pub fn before_start(self, call: &'a dyn Fn()) -> Self {
+    pub fn before_start(self, call: &'a dyn Fn() -> Result<(), Cancelled>) -> Self {
         Self { before_start: Some(call), ..self }
     }
 

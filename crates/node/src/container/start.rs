@@ -19,7 +19,7 @@ use super::{
     Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
 };
 use crate::mount::kernel::open_dir;
-use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest};
+use crate::mount::{Access, At as _, IdMap, MountError, MountOptions, MountRequest};
 
 /// Largest `config.json`, in bytes: an environment may have megabytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
@@ -134,7 +134,7 @@ impl Containers<'_> {
         let path = container.dir.join("config.json");
         fs::write(&path, config).at("writing", &path)?;
         if let Some(call) = self.before_start {
-            call();
+            call().map_err(MountError::from)?;
         }
 
         let mut command = container.command(detached);

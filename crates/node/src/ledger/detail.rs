@@ -1,6 +1,7 @@
 //! What lies behind an account: the files of an image, the users of an object, what images share.
 
-use std::collections::{BTreeMap, HashMap};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::ops::ControlFlow;
 
 use cofolio_image::pack::ImageContents;
@@ -25,6 +26,26 @@ pub struct ImageFile {
     pub resident_bytes: u64,
     /// Cgroups that use the object, through any image.
     pub users: u64,
+}
+
+/// An order of the files of an image: by path, or the largest first and equal ones by path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileOrder {
+    /// By path.
+    Path,
+    /// By size.
+    Size,
+    /// By what is resident.
+    Resident,
+}
+
+/// The first files of an image in some order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageFiles {
+    /// Files of the image.
+    pub total: u64,
+    /// The first of them: as many as were asked for, or as have paths of 16 MiB together.
+    pub files: Vec<ImageFile>,
 }
 
 /// Who uses an object.
@@ -59,31 +80,67 @@ pub struct SharingImage {
     pub names: Vec<String>,
 }
 
+/// What a file is sorted by: the largest figure first, then its path.
+type Entry = (Reverse<u64>, Box<[u8]>, ObjectId);
+
+/// Bytes of the paths of a list of files: an image can have any number of paths, of 4 KiB each.
+const PATHS_MAX: usize = 16 << 20;
+
+/// The first entries of those that are added.
+struct First {
+    max: usize,
+    total: u64,
+    /// Bytes of their paths.
+    bytes: usize,
+    entries: BinaryHeap<Entry>,
+}
+
+impl First {
+    fn new(max: usize) -> Self {
+        Self { max, total: 0, bytes: 0, entries: BinaryHeap::new() }
+    }
+
+    fn add(&mut self, entry: Entry) {
+        self.total += 1;
+        self.bytes += entry.1.len();
+        self.entries.push(entry);
+        while self.entries.len() > self.max || self.bytes > PATHS_MAX {
+            let Some((_, path, _)) = self.entries.pop() else { break };
+            self.bytes -= path.len();
+        }
+    }
+}
+
 impl Ledger {
-    /// The files of an image that have an object, by path. `None` if there is no such image.
+    /// The first files of an image that have an object, at most `max` of them. `None` if there is
+    /// no such image.
     ///
     /// # Errors
     /// [`LedgerError::Store`] if the image cannot be read, or the trust domain cannot be listed.
-    pub fn files(&self, domain: &str, image: &Digest) -> Result<Option<Vec<ImageFile>>> {
+    pub fn files(
+        &self,
+        domain: &str,
+        image: &Digest,
+        order: FileOrder,
+        max: usize,
+    ) -> Result<Option<ImageFiles>> {
         let Some(number) = self.index.find_domain(domain)? else { return Ok(None) };
         let known = &self.index.domains()[number as usize];
         if !self.index.has_image(number, image)? {
             return Ok(None);
         }
-        let users = self.users_by_object();
         let file = known.domain.open_image(image)?;
-        let mut files = Vec::new();
+        let mut first = First::new(max);
         let read = leave_cache(&file, || {
             ImageContents.image_paths(&file, &|_| true, &mut |object, path| {
                 let Some(id) = self.index.find(number, &object) else { return };
                 let Some(known) = self.index.object(id) else { return };
-                files.push(ImageFile {
-                    path: String::from_utf8_lossy(path).into_owned(),
-                    object,
-                    bytes: known.size,
-                    resident_bytes: known.resident_bytes(),
-                    users: users.get(&id).copied().unwrap_or(0),
-                });
+                let bytes = match order {
+                    FileOrder::Path => 0,
+                    FileOrder::Size => known.size,
+                    FileOrder::Resident => known.resident_bytes(),
+                };
+                first.add((Reverse(bytes), path.into(), id));
             })
         });
         read.map_err(|source| {
@@ -92,8 +149,19 @@ impl Ledger {
                 source,
             })
         })?;
-        files.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(Some(files))
+        let users = self.users_by_object();
+        let of_entry = |(_, path, id): Entry| {
+            let known = self.index.object(id)?;
+            Some(ImageFile {
+                path: String::from_utf8_lossy(&path).into_owned(),
+                object: known.digest,
+                bytes: known.size,
+                resident_bytes: known.resident_bytes(),
+                users: users.get(&id).copied().unwrap_or(0),
+            })
+        };
+        let files = first.entries.into_sorted_vec().into_iter().filter_map(of_entry).collect();
+        Ok(Some(ImageFiles { total: first.total, files }))
     }
 
     /// How many cgroups use each object that is resident.
@@ -148,7 +216,7 @@ impl Ledger {
             .iter()
             .map(|(digest, image)| (image.objects.iter().map(resident).sum::<u64>(), digest, image))
             .collect();
-        images.sort_by_key(|(bytes, digest, _)| (std::cmp::Reverse(*bytes), *digest));
+        images.sort_by_key(|(bytes, digest, _)| (Reverse(*bytes), *digest));
         images.truncate(max);
         let mut named: HashMap<ObjectId, Vec<usize>> = HashMap::new();
         for (number, (_, _, image)) in images.iter().enumerate() {
@@ -192,5 +260,38 @@ impl Ledger {
     pub(super) fn is_of_resident(&self, usage: &Usage) -> bool {
         let object = self.index.object(usage.object);
         object.is_some_and(|it| it.resident_pages > 0 && it.counts_use(usage.time))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All paths of an image were collected before the first ones were taken: 200,000 hard links in a
+    /// directory with a name of 4,000 bytes were 800 MB.
+    #[test]
+    fn a_list_of_files_has_a_bound() {
+        let paths = |first: First| -> Vec<_> {
+            let sorted = first.entries.into_sorted_vec().into_iter();
+            sorted.map(|(_, path, _)| String::from_utf8(path.into()).unwrap()).collect()
+        };
+        let mut first = First::new(3);
+        for (bytes, path) in [(1, "d"), (7, "c"), (1, "b"), (9, "x"), (7, "a")] {
+            first.add((Reverse(bytes), path.as_bytes().into(), ObjectId(0)));
+        }
+        assert_eq!(first.total, 5);
+        assert_eq!(paths(first), ["x", "a", "c"]);
+
+        let mut first = First::new(usize::MAX);
+        let long = "a".repeat(4000);
+        for number in 0..6000 {
+            let path = format!("{long}{:04}", (number * 7) % 6000);
+            first.add((Reverse(0), path.as_bytes().into(), ObjectId(number)));
+            assert!(first.bytes <= PATHS_MAX);
+        }
+        assert_eq!(first.total, 6000);
+        let paths = paths(first);
+        assert_eq!(paths.len(), PATHS_MAX / 4004);
+        assert!(paths.iter().enumerate().all(|(at, path)| path.ends_with(&format!("a{at:04}"))));
     }
 }

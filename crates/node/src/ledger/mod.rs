@@ -49,7 +49,7 @@ pub use account::{
 };
 pub use budget::{Budget, thread_time};
 pub use charges::{COMMONS, CommonsAccount};
-pub use detail::{ImageFile, ObjectUser, ResidentSharing, SharingImage};
+pub use detail::{FileOrder, ImageFile, ImageFiles, ObjectUser, ResidentSharing, SharingImage};
 pub use live::{Ledger, UsageCost};
 pub use pressure::ReclaimPolicy;
 pub use reclaim::{ReclaimRequest, ReclaimTarget, Reclaimed};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cofolio_image::compose::base::Based;
 use cofolio_image::pack::{ImageContents, PackOptions, pack};
-use cofolio_node::ledger::{Budget, ImageFile, Ledger, LedgerError};
+use cofolio_node::ledger::{Budget, FileOrder, ImageFile, Ledger, LedgerError};
 use cofolio_node::mount::{Access, Check, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::upkeep::bases::{self, BasesReport};
 use cofolio_store::task::{Cancel, Task};
@@ -211,7 +211,8 @@ fn files_in_use(bench: &Bench, image: Digest, target: &Path) -> Vec<String> {
     let run = RunDir::at(bench.path("run"));
     let mut ledger = Ledger::new(bench.domain.store().clone(), run);
     ledger.sample_all().unwrap();
-    let mut files = ledger.files("default", &image).unwrap().unwrap();
+    let mut files =
+        ledger.files("default", &image, FileOrder::Path, usize::MAX).unwrap().unwrap().files;
     files.retain(|file| file.users > 0);
     let paths = files.into_iter().map(|file| file.path[1..].to_owned());
     // The same content.
@@ -303,7 +304,8 @@ fn the_ledger_knows_files_of_a_base_that_only_later_images_use() {
         let map = FileMap::new(&file, size).unwrap();
         map.read_at(0, &mut [0]);
         ledger.sample_all().unwrap();
-        let files = ledger.files("default", &image).unwrap().unwrap();
+        let files =
+            ledger.files("default", &image, FileOrder::Path, usize::MAX).unwrap().unwrap().files;
         let used = files.iter().filter(|file| file.users > 0).map(|file| file.path.as_str());
         assert_eq!(used.collect::<Vec<_>>(), ["/one/file7"], "{name}");
         drop((map, file));
@@ -325,7 +327,8 @@ fn all_figures_now_are_of_all_objects() {
     let image = bench.import(&layout.source()).unwrap().image;
     let mut ledger = Ledger::new(bench.domain.store().clone(), RunDir::at(bench.path("run")));
     ledger.refresh(&Budget::UNLIMITED).unwrap();
-    let files = ledger.files("default", &image).unwrap().unwrap();
+    let files =
+        ledger.files("default", &image, FileOrder::Path, usize::MAX).unwrap().unwrap().files;
     let open = |file: &ImageFile| {
         std::fs::File::open(bench.domain.object_path(&file.object).unwrap()).unwrap()
     };

@@ -31,8 +31,8 @@ use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::ledger::{
-    Budget, ContainerAccount, Ledger, LedgerError, ReclaimPolicy, ReclaimRequest, ReclaimTarget,
-    Reclaimed, Report, UsedImage,
+    Budget, ContainerAccount, FileOrder, ImageFile, Ledger, LedgerError, ReclaimPolicy,
+    ReclaimRequest, ReclaimTarget, Reclaimed, Report, UsedImage,
 };
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::profile::Recorder;

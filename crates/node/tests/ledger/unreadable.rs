@@ -101,7 +101,7 @@ fn an_image_that_cannot_be_read_is_no_missing_one() {
     let error = ledger.reclaim(&all_of(ReclaimTarget::Image(used))).unwrap_err();
     assert!(cofolio_store::is_damage(&error), "{error}");
     assert!(error.to_string().contains(&pair.images[0].to_string()), "{error}");
-    assert!(ledger.files("default", &pair.images[0]).is_err());
+    assert!(ledger.files("default", &pair.images[0], FileOrder::Path, 1).is_err());
 }
 
 /// Two images that could not be read were left over by each small refresh, so it was never
