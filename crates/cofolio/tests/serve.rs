@@ -459,6 +459,12 @@ fn a_reload_names_what_takes_a_restart() {
     std::fs::write(&config, "[daemon]\nlisten = '127.0.0.1:0'\ngroup = 'root'\n").unwrap();
     let said = daemon.reload();
     assert!(said.contains("restart the daemon to apply: group, listen"), "{said}");
+    assert!(daemon.next_line().contains("read again"));
+    // It said where, but not why.
+    std::fs::remove_file(&config).unwrap();
+    std::fs::create_dir(&config).unwrap();
+    let said = daemon.reload();
+    assert!(said.contains("Is a directory"), "{said}");
 }
 
 /// Clients that say nothing, or half of something, take every connection that there is. Others are

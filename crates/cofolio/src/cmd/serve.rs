@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
-use cofolio_node::config::{Config, DEFAULT_PATH, Loaded};
+use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin};
 use cofolio_node::ledger::ReclaimPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::PIPE_BUF;
@@ -100,10 +100,10 @@ fn say(said: &str) {
 fn needs_restart(args: &Args, context: &Context<'_>, new: &Config) -> Vec<&'static str> {
     let Config { store: old_store, daemon: old, .. } = &context.config.config;
     let Config { store: new_store, daemon: new, .. } = new;
-    let (store, run_dir) = (&context.global.store, &context.global.run_dir);
+    let is_of_file = |key| matches!(context.config.origin(key), Origin::File | Origin::Default);
     let keys = [
-        ("store.path", *store == old_store.path && old_store.path != new_store.path),
-        ("store.run_dir", *run_dir == old_store.run_dir && old_store.run_dir != new_store.run_dir),
+        ("store.path", is_of_file("store.path") && old_store.path != new_store.path),
+        ("store.run_dir", is_of_file("store.run_dir") && old_store.run_dir != new_store.run_dir),
         ("socket", args.socket.is_none() && old.socket != new.socket),
         ("group", args.group.is_none() && old.group != new.group),
         ("listen", args.listen.is_none() && old.listen != new.listen),
