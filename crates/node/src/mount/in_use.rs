@@ -494,8 +494,8 @@ fn named(process: &Path) -> String {
     }
 }
 
-/// Whether a task outside the `seen` roots sees such mounts; true in doubt. `is` gets its directory
-/// in `/proc` and all the mounts that it sees.
+/// Whether a task outside the `seen` roots sees such mounts; true in doubt, also where it sees more
+/// mounts than are read. `is` gets its directory in `/proc` and all the mounts that it sees.
 fn is_shown(
     root: &Path,
     mut seen: HashSet<TaskRoot>,
@@ -506,7 +506,10 @@ fn is_shown(
         if before.is_some_and(|before| seen.contains(&before)) {
             return Ok(false);
         }
-        let mounts = mountinfo::parse(&fs::read(task.join("mountinfo"))?);
+        let mut mounts = Vec::new();
+        if !mountinfo::for_each(task, |mount| mounts.push(mount))? {
+            return Ok(true);
+        }
         // It may have changed its root meanwhile: then another task has to show this root.
         seen.extend(
             before.filter(|before| TaskRoot::of(task).is_ok_and(|after| after == Some(*before))),

@@ -547,6 +547,30 @@ fn a_process_that_cannot_be_asked_is_no_user() {
     assert_eq!(found().as_deref(), Some("process 9"));
 }
 
+/// A container made its mountinfo as long as it liked, and `umount` and `gc` read all of it into
+/// memory. What is not read may show the mount.
+#[test]
+fn a_mountinfo_that_is_too_long_to_be_read_leaves_doubt() {
+    use super::super::in_use::is_bound;
+    let root = tempfile::tempdir().unwrap();
+    let of = |path: &str| root.path().join("proc").join(path);
+    for directory in ["thread-self/ns", "7/ns"] {
+        fs::create_dir_all(of(directory)).unwrap();
+    }
+    std::os::unix::fs::symlink("/proc/self/ns/pid", of("thread-self/ns/pid")).unwrap();
+    std::os::unix::fs::symlink("/", of("7/root")).unwrap();
+    fs::write(of("7/ns/mnt"), "").unwrap();
+    let line = "36 35 98:0 /volume /mnt rw - ext4 /dev/vda rw\n";
+    fs::write(of("7/mountinfo"), line).unwrap();
+    let is_shown = |name: &str| is_bound(root.path(), Path::new(name));
+    if is_shown("/other") {
+        return println!("SKIP: not in the first pid namespace, so all is in doubt");
+    }
+    assert!(is_shown("/volume"));
+    fs::write(of("7/mountinfo"), line.repeat((33 << 20) / line.len())).unwrap();
+    assert!(is_shown("/other"));
+}
+
 /// `umount` waited for a process that never answered, and held the image's lock: no command for
 /// that image ended any more. A FIFO without a writer holds up whoever opens it.
 #[test]
