@@ -207,15 +207,21 @@ impl Hierarchy {
         Ok(Cgroup { hierarchy: self.clone(), path, stays })
     }
 
-    /// The processes in a cgroup and in those below it. What vanishes meanwhile has none.
+    /// The processes in a cgroup and in those below it. What vanishes meanwhile has none. A
+    /// container can have any number of cgroups: `between` is called before each of them.
     ///
     /// # Errors
     /// Those of reading its files: `EOPNOTSUPP` for a threaded cgroup of version 2, which has no
     /// list of processes.
-    pub(crate) fn processes(&self, cgroup: &str) -> io::Result<Vec<u32>> {
+    pub(crate) fn processes(
+        &self,
+        cgroup: &str,
+        mut between: impl FnMut(),
+    ) -> io::Result<Vec<u32>> {
         let mut found = Vec::new();
         let mut open = vec![self.directory(cgroup)];
         while let Some(directory) = open.pop() {
+            between();
             let listed = fs::read_to_string(directory.join("cgroup.procs")).and_then(|text| {
                 found.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
                 for entry in fs::read_dir(&directory)? {

@@ -291,16 +291,16 @@ impl Ledger {
         objects: &[ObjectId],
     ) -> Mappings {
         let wanted: HashSet<ObjectId> = objects.iter().copied().collect();
-        let pids = match (scope, &self.hierarchy) {
-            (Scope::Cgroups(path, _), Ok(hierarchy)) if !with_others => {
-                hierarchy.processes(path).or_else(|_| processes::all(&self.root))
-            }
+        let mut slice = Budget::of(SLICE);
+        let pids = match (scope, self.hierarchy.as_ref().ok().cloned()) {
+            (Scope::Cgroups(path, _), Some(hierarchy)) if !with_others => hierarchy
+                .processes(path, || self.take_events_between(&mut slice))
+                .or_else(|_| processes::all(&self.root)),
             _ => processes::all(&self.root),
         };
         // If none can be listed, nobody knows how many there are: at least one.
         let (unread, pids) = (u64::from(pids.is_err()), pids.unwrap_or_default());
         let (mut found, mut steps_left) = (Mappings { unread, ..Mappings::default() }, STEPS_MAX);
-        let mut slice = Budget::of(SLICE);
         for pid in pids {
             if self.cancel.is_cancelled() {
                 break;
@@ -505,7 +505,7 @@ mod tests {
             let mut events = [PollFd::from_borrowed_fd(events, PollFlags::IN)];
             poll(&mut events, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 0
         };
-        // Both take several slices of processor time.
+        // Each step takes several slices of processor time.
         for pid in 1..=4 {
             let process = processes::directory(root.path(), pid);
             fs::create_dir_all(&process).unwrap();
@@ -515,6 +515,19 @@ mod tests {
         event();
         assert!(!is_taken(&ledger));
         let mappings = ledger.mappings(&Scope::Machine, true, &objects);
+        assert!(is_taken(&ledger));
+        // A container makes cgroups that no process is in.
+        ledger.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
+        for cgroup in 0..5000 {
+            let cgroup = root.path().join(format!("cgroup/pod/{cgroup}"));
+            fs::create_dir_all(&cgroup).unwrap();
+            fs::write(cgroup.join("cgroup.procs"), "").unwrap();
+        }
+        fs::write(root.path().join("cgroup/pod/cgroup.procs"), "").unwrap();
+        event();
+        assert!(!is_taken(&ledger));
+        let of_pod = Scope::Cgroups("/pod".to_owned(), HashSet::new());
+        assert_eq!(ledger.mappings(&of_pod, false, &objects).unread, 0);
         assert!(is_taken(&ledger));
         event();
         assert!(!is_taken(&ledger));
