@@ -187,7 +187,7 @@ impl State {
         if of_process.peek().is_some() {
             let started = started(process);
             if of_process.any(|it| it.started == started) {
-                return Err(unanswered("it does not answer: its mmap_lock is held".to_owned()));
+                return Err(unanswered("it does not answer in time".to_owned()));
             }
         }
         if self.left.len() >= left_max {
@@ -233,7 +233,7 @@ impl Threads {
                 WAITS.set(WAITS.get().wrapping_add(1));
                 let (process, started) = (process.to_owned(), started(process));
                 state.left.push(Left { process, started, thread: worker.thread });
-                Err(unanswered("it does not answer: its mmap_lock is held".to_owned()))
+                Err(unanswered("it does not answer in time".to_owned()))
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 Err(io::Error::other("the thread that looks at it has ended"))

@@ -372,20 +372,18 @@ impl Ledger {
         if let Some(opens) = &self.opens {
             self.superblocks.mark_new(&self.root, opens);
         }
-        let is_noted = used.is_empty() || self.note_mapped(pid, used);
+        let noted = if used.is_empty() { Ok(()) } else { self.note_mapped(pid, used) };
         let process = processes::directory(&self.root, pid);
         let read = read.and_then(|is_read| address_space::check(&process).map(|()| is_read));
         if read.as_ref().is_err_and(address_space::is_unanswered) {
             self.superblocks.keep_seen_by(pid);
         }
-        let why = match read {
-            Ok(true) if is_whole && is_noted => return,
-            Err(error) => error.to_string(),
-            Ok(false) => "its list of mappings is too long".to_owned(),
-            Ok(true) if is_whole => {
-                "its cgroup is unknown, or there is no room for what it uses".to_owned()
-            }
-            Ok(true) => "too much to look at, or its mounts cannot be read".to_owned(),
+        let why = match (read, noted) {
+            (Ok(true), Ok(())) if is_whole => return,
+            (Err(error), _) => error.to_string(),
+            (Ok(false), _) => "its list of mappings is too long".to_owned(),
+            (Ok(true), Err(why)) if is_whole => why,
+            (Ok(true), _) => "too much to look at, or its mounts cannot be read".to_owned(),
         };
         // It may have ended.
         if process.exists() {
@@ -393,15 +391,16 @@ impl Ledger {
         }
     }
 
-    /// Notes what a process maps. Says whether all of it could be noted.
-    fn note_mapped(&mut self, pid: u32, used: Vec<(SuperblockId, ObjectId)>) -> bool {
-        let Some(cgroup) = self.cgroup_of(pid) else { return false };
+    /// Notes what a process maps. Says why not all of it could be noted.
+    fn note_mapped(&mut self, pid: u32, used: Vec<(SuperblockId, ObjectId)>) -> Result<(), String> {
+        let cgroup = self.cgroup_of(pid).map_err(|error| format!("its cgroup: {error}"))?;
+        let cgroup = cgroup.ok_or("there is no room for the path of its cgroup")?;
         self.learn_root(pid, cgroup);
         let mut fits = true;
         for (mount, object) in used {
             fits &= self.note_use(mount, cgroup, object);
         }
-        fits
+        fits.then_some(()).ok_or_else(|| "there is no room for all that it uses".to_owned())
     }
 
     /// Notes a use, unless it is a new one and there is no room for it. Says whether it is noted.
@@ -440,19 +439,24 @@ impl Ledger {
         bytes < bytes_max && shares.have_room(path, bytes_max)
     }
 
-    /// The cgroup of a process. `None` if it has ended, cannot be read, or there is no room for the
-    /// cgroup.
-    pub(super) fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {
+    /// The cgroup of a process. `None` if there is no room for it.
+    ///
+    /// # Errors
+    /// `NotFound` if the process has ended; those of looking at it and at the cgroup.
+    pub(super) fn cgroup_of(&mut self, pid: u32) -> io::Result<Option<CgroupId>> {
         let version = self.hierarchy.as_ref().map_or(Version::V2, Hierarchy::version);
-        let path = cgroup::of_process(&self.root, pid, version).ok()?;
+        let path = cgroup::of_process(&self.root, pid, version)?;
         self.number_cgroup(path.as_deref().unwrap_or("/"))
     }
 
-    /// The number of a cgroup. `None` if it cannot be looked at, or there is no room for it.
-    pub(super) fn number_cgroup(&mut self, path: &str) -> Option<CgroupId> {
+    /// The number of a cgroup. `None` if there is no room for it.
+    ///
+    /// # Errors
+    /// Those of looking at the cgroup.
+    pub(super) fn number_cgroup(&mut self, path: &str) -> io::Result<Option<CgroupId>> {
         let inode = self.hierarchy.as_ref().ok().map(|it| cgroup_ids::inode(it, path));
-        let inode = inode.transpose().ok()?.flatten();
-        self.cgroups.number(path, inode)
+        let inode = inode.transpose()?.flatten();
+        Ok(self.cgroups.number(path, inode))
     }
 
     /// Takes up mounts that came, as far as the budget goes. Then takes note of the files that were
@@ -548,7 +552,7 @@ impl Ledger {
                 let opened = self.superblocks.opened(Found::by(&found), link, &self.index);
                 let Some((mount, object)) = opened else { continue };
                 let cgroup = *cgroups.entry(pid).or_insert_with(|| {
-                    let cgroup = self.cgroup_of(pid)?;
+                    let cgroup = self.cgroup_of(pid).ok()??;
                     self.learn_root(pid, cgroup);
                     Some(cgroup)
                 });

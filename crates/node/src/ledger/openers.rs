@@ -109,7 +109,7 @@ impl Ledger {
     /// Learns it from all processes, before files are opened that are to be told apart.
     pub(super) fn learn_roots(&mut self) {
         for pid in processes::all(&self.root).unwrap_or_default() {
-            if let Some(cgroup) = self.cgroup_of(pid) {
+            if let Ok(Some(cgroup)) = self.cgroup_of(pid) {
                 self.learn_root(pid, cgroup);
             }
         }
@@ -118,7 +118,7 @@ impl Ledger {
     /// The cgroup that opens through a mount are credited to.
     pub(super) fn cgroup_of_mount(&mut self, mount: u64) -> Option<CgroupId> {
         let path = self.openers.of_mount(mount)?.to_owned();
-        self.number_cgroup(&path)
+        self.number_cgroup(&path).ok()?
     }
 
     /// Objects that somebody unknown opened, and when that was last, as far as their pages have
