@@ -181,9 +181,7 @@ impl Worker {
                 let stepped = self.step(step, &Budget::of(allowance.min(STEP_MAX)));
                 stepped.as_ref().err().into_iter().for_each(failed);
                 // One that failed does not hold up the others.
-                if stepped.unwrap_or(true) {
-                    due.postpone();
-                }
+                due.stepped(step, stepped.unwrap_or(true));
             }
             charged = thread_time();
             pace.charge(FIGURES, charged.saturating_sub(taken));
@@ -303,18 +301,28 @@ impl Worker {
     }
 }
 
-/// When which step is due.
+/// When which step is due: one after the other, each until it is complete. What is dropped in a
+/// round of [`Step::Relieve`] may take hours, so that goes on in turn with the others.
 #[derive(Debug)]
 struct Due {
     period: Duration,
     steps: VecDeque<(Step, Instant)>,
+    /// Whether a round of [`Step::Relieve`] has begun and is not complete.
+    is_relieving: bool,
+    /// Whether another step was taken since its last part.
+    is_its_turn: bool,
 }
 
 impl Due {
     fn new() -> Self {
         let steps = [Step::Refresh, Step::Processes, Step::Residency, Step::Relieve, Step::Report];
         let now = Instant::now();
-        Self { period: Duration::ZERO, steps: steps.map(|step| (step, now)).into() }
+        Self {
+            period: Duration::ZERO,
+            steps: steps.map(|step| (step, now)).into(),
+            is_relieving: false,
+            is_its_turn: false,
+        }
     }
 
     /// A shorter period holds from now on, not from the end of the one that has begun.
@@ -328,12 +336,24 @@ impl Due {
 
     /// The step that is due, if one is.
     fn next(&self) -> Option<Step> {
-        self.steps.front().filter(|(_, at)| *at <= Instant::now()).map(|(step, _)| *step)
+        let due = self.steps.front().filter(|(_, at)| *at <= Instant::now()).map(|(step, _)| *step);
+        let relieve = Some(Step::Relieve).filter(|_| self.is_relieving);
+        if self.is_its_turn { relieve.or(due) } else { due.or(relieve) }
     }
 
-    /// The step in front is due again after a period, behind the others.
-    fn postpone(&mut self) {
-        if let Some((step, at)) = self.steps.pop_front() {
+    /// A part of a step was taken. If the step is complete, or goes on in turn with the others, it is
+    /// due again after a period, behind the others.
+    fn stepped(&mut self, step: Step, is_complete: bool) {
+        let relieves = step == Step::Relieve;
+        if relieves {
+            self.is_relieving = !is_complete;
+        }
+        self.is_its_turn = !relieves;
+        let is_first = self.steps.front().is_some_and(|(first, _)| *first == step);
+        if is_first
+            && (is_complete || relieves)
+            && let Some((_, at)) = self.steps.pop_front()
+        {
             let next = (at + self.period).max(Instant::now());
             self.steps.push_back((step, next));
         }
@@ -361,12 +381,45 @@ mod tests {
         let mut due = Due::new();
         let mut turn = || {
             let step = due.next().unwrap();
-            due.postpone();
+            due.stepped(step, true);
             step
         };
         let round = [turn(), turn(), turn(), turn(), turn()];
         assert_eq!(round.len(), 5);
         assert_eq!([turn(), turn(), turn(), turn(), turn()], round);
         assert!(round.contains(&Step::Report) && round.contains(&Step::Refresh));
+    }
+
+    /// No figure was taken, and no report made, until all was dropped that a round of the policy had
+    /// found: hours, with many cgroups under pressure.
+    #[test]
+    fn figures_are_taken_while_the_policy_drops() {
+        let mut due = Due::new();
+        let mut turns = |count, parts_of_a_look| {
+            let mut parts = 0;
+            let turn = |_| {
+                let step = due.next().unwrap();
+                parts += usize::from(step == Step::Processes);
+                let is_part = step == Step::Processes && parts % parts_of_a_look > 0;
+                due.stepped(step, step != Step::Relieve && !is_part);
+                step
+            };
+            (0..count).map(turn).collect::<Vec<_>>()
+        };
+        let (refresh, processes, residency, relieve, report) =
+            (Step::Refresh, Step::Processes, Step::Residency, Step::Relieve, Step::Report);
+        // It begins after a look at everything.
+        assert_eq!(turns(5, 1), [refresh, processes, residency, relieve, report]);
+        // From then on every other turn is its, also in a look that takes many.
+        let others: Vec<_> = turns(24, 5).into_iter().filter(|step| *step != relieve).collect();
+        let long_look = [processes; 5];
+        let expected =
+            [&[refresh][..], &long_look, &[residency, report, refresh], &long_look[..3]].concat();
+        assert_eq!(others, expected);
+        // Once it is complete, it comes again after the next look.
+        let mut due = Due::new();
+        due.stepped(Step::Relieve, true);
+        assert_eq!(due.next(), Some(refresh));
+        assert!(!due.is_relieving);
     }
 }
