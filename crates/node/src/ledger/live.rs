@@ -404,7 +404,13 @@ impl Ledger {
     }
 
     /// Notes a use, unless it is a new one and there is no room for it. Says whether it is noted.
-    fn note_use(&mut self, mount: SuperblockId, cgroup: CgroupId, object: ObjectId) -> bool {
+    pub(super) fn note_use(
+        &mut self,
+        mount: SuperblockId,
+        cgroup: CgroupId,
+        object: ObjectId,
+    ) -> bool {
+        self.pressure.note_use(object);
         let now = self.now();
         if self.usage.touch_listed(mount, cgroup, object, now).is_some() {
             return true;
@@ -565,6 +571,7 @@ impl Ledger {
                     Some(_) => self.unknown.files += 1,
                     None => {
                         self.unknown.openers += 1;
+                        self.pressure.note_use(object);
                         self.openers.note_unknown(mount, object, self.now());
                     }
                 }

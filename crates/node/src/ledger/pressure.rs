@@ -23,7 +23,7 @@ use std::path::Path;
 
 use super::reclaim::Scope;
 use super::shares::from_the_top;
-use super::usage::{ObjectId, SuperblockId, Usage};
+use super::usage::{CgroupId, ObjectId, SuperblockId, Usage};
 use super::{Budget, Ledger};
 use crate::cgroup::{Version, field, is_at_or_below};
 
@@ -48,25 +48,32 @@ pub(super) struct Pressure {
     policy: ReclaimPolicy,
     /// How often each cgroup was at a limit.
     events: HashMap<Box<str>, u64>,
-    /// Where to search in the rest of this round, the next one last. A cgroup comes before those
-    /// above it.
-    round: Vec<Source>,
-    /// Cgroups that were under pressure in this round.
+    /// What is left to do in this round, the next step last.
+    round: Vec<Step>,
+    /// Cgroups that are under pressure in this round, each before those above it.
     pressed: Vec<Pressed>,
-    /// What the last search found.
+    /// What the last step has to drop.
     work: Work,
+    /// Objects that the last search found and nobody has used since. Only these may be dropped.
+    unused: HashSet<ObjectId>,
     /// Objects of users that have gone. Others may use them.
     left_behind: HashSet<ObjectId>,
     /// What was freed so far.
     freed_bytes: u64,
 }
 
-/// Where the policy searches for what it can drop.
+/// A part of a round.
 #[derive(Debug)]
-enum Source {
+enum Step {
     LeftBehind,
     Machine,
-    Cgroup(Box<str>),
+    /// Looks whether a cgroup is under pressure.
+    Look(Box<str>),
+    /// Finds what the cgroups under pressure alone use, in one walk over the usage lists for all of
+    /// them: there may be hundreds.
+    Search,
+    /// Drops what was found for a cgroup of [`Pressure::pressed`].
+    Drop(usize),
 }
 
 /// A cgroup under pressure.
@@ -75,33 +82,71 @@ struct Pressed {
     path: Box<str>,
     /// Its tasks wait for memory.
     is_stalled: bool,
+    /// The lowest cgroup above it that is under pressure, too.
+    above: Option<usize>,
+    /// What it alone uses with those below it, but for what one of these alone uses that is under
+    /// pressure itself. The next one to drop last.
+    objects: Vec<ObjectId>,
+    /// What was freed of it and of those below it.
     freed_bytes: u64,
 }
 
 impl Pressure {
+    fn is_complete(&self) -> bool {
+        self.round.is_empty() && self.work.objects.is_empty()
+    }
+
     /// Drops objects that do not exist any more.
     pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
         self.left_behind.retain(|id| !objects.contains(id));
-        self.work.objects.retain(|id| !objects.contains(id));
+        self.unused.retain(|id| !objects.contains(id));
     }
 
-    /// Bytes to drop for a cgroup, once those below it have been looked at in this round.
-    fn bytes_for(&mut self, path: &str, is_at_limit: bool, is_stalled: bool) -> u64 {
-        let below = || self.pressed.iter().filter(|it| is_at_or_below(&it.path, path));
-        if !is_at_limit && (!is_stalled || below().any(|it| it.is_stalled)) {
-            return 0;
+    /// Somebody uses an object, whoever it is. Whoever was under pressure may be the only one who
+    /// uses it still, but not as the least recently used one.
+    pub(super) fn note_use(&mut self, object: ObjectId) {
+        self.unused.remove(&object);
+    }
+
+    /// Adds a cgroup if it is under pressure. Those below it have been looked at in this round.
+    fn add(&mut self, path: &str, is_at_limit: bool, is_stalled: bool) {
+        let mut below = self.pressed.iter().filter(|it| is_at_or_below(&it.path, path));
+        if is_at_limit || (is_stalled && !below.any(|it| it.is_stalled)) {
+            self.pressed.push(Pressed {
+                path: path.into(),
+                is_stalled,
+                above: None,
+                objects: Vec::new(),
+                freed_bytes: 0,
+            });
         }
-        let freed_bytes: u64 = below().map(|it| it.freed_bytes).sum();
-        self.pressed.push(Pressed { path: path.into(), is_stalled, freed_bytes: 0 });
-        self.policy.bytes.saturating_sub(freed_bytes)
+    }
+
+    /// Begins to drop what the last search found for this cgroup.
+    fn begin_drop(&mut self, number: usize) {
+        let pressed = &mut self.pressed[number];
+        let bytes = self.policy.bytes.saturating_sub(pressed.freed_bytes);
+        let objects = if bytes > 0 { std::mem::take(&mut pressed.objects) } else { Vec::new() };
+        let cgroup = Some(number);
+        self.work = Work { objects, bytes, cgroup, in_vain: 0, in_vain_max: IN_VAIN_MAX };
+    }
+
+    /// The next object to drop.
+    fn next(&mut self) -> Option<ObjectId> {
+        let Self { work, unused, left_behind, .. } = self;
+        let next = std::iter::from_fn(|| work.objects.pop()).find(|id| unused.remove(id))?;
+        left_behind.remove(&next);
+        Some(next)
     }
 
     /// Takes note of what the last object gave.
     fn freed(&mut self, bytes: u64) {
         self.freed_bytes += bytes;
         self.work.freed(bytes);
-        if let Some(pressed) = self.pressed.last_mut() {
+        let mut cgroup = self.work.cgroup;
+        while let Some(pressed) = cgroup.and_then(|number| self.pressed.get_mut(number)) {
             pressed.freed_bytes += bytes;
+            cgroup = pressed.above;
         }
     }
 }
@@ -112,6 +157,8 @@ struct Work {
     /// The next one last.
     objects: Vec<ObjectId>,
     bytes: u64,
+    /// The number of the cgroup under pressure that it is for.
+    cgroup: Option<usize>,
     /// How many were tried in a row in vain, and how many may be.
     in_vain: u32,
     in_vain_max: u32,
@@ -126,6 +173,27 @@ impl Work {
             self.objects.clear();
         }
     }
+}
+
+/// How an object is used, as far as that matters to the cgroups under pressure.
+struct Users {
+    /// When last.
+    last: u32,
+    /// The number of the lowest cgroup under pressure that all users are in or below; that of none
+    /// is the highest.
+    lowest: usize,
+    /// Whether anybody who exists uses it. Otherwise it is what removed cgroups left behind there.
+    is_used: bool,
+}
+
+/// The lowest cgroup under pressure at or above both. `above` has the next one above each, which
+/// has a higher number.
+fn lowest_above_both(mut one: usize, mut other: usize, above: &[usize]) -> usize {
+    while one != other {
+        let lower = if one < other { &mut one } else { &mut other };
+        *lower = above[*lower];
+    }
+    one
 }
 
 impl Ledger {
@@ -144,24 +212,24 @@ impl Ledger {
     }
 
     /// Does what the policy says, and goes on with the next call where the budget is spent: after an
-    /// object that was dropped, or a look at a cgroup. Says whether a round over all cgroups is complete.
+    /// object that was dropped, a look at a cgroup, or a search. Says whether a round over all
+    /// cgroups is complete.
     pub fn relieve(&mut self, budget: &Budget) -> bool {
-        let is_complete = |it: &Pressure| it.round.is_empty() && it.work.objects.is_empty();
-        if is_complete(&self.pressure) {
+        if self.pressure.is_complete() {
             self.begin_round();
         }
-        while !is_complete(&self.pressure) {
-            if let Some(object) = self.pressure.work.objects.pop() {
+        while !self.pressure.is_complete() {
+            if let Some(object) = self.pressure.next() {
                 let freed = self.drop_unmapped(object);
                 self.pressure.freed(freed);
-            } else if let Some(source) = self.pressure.round.pop() {
-                self.pressure.work = self.search(source);
+            } else if let Some(step) = self.pressure.round.pop() {
+                self.take_step(step);
             }
             if budget.is_spent() {
                 break;
             }
         }
-        is_complete(&self.pressure)
+        self.pressure.is_complete()
     }
 
     fn begin_round(&mut self) {
@@ -173,38 +241,39 @@ impl Ledger {
             let paths = users.flat_map(|path| from_the_top(path).chain([path]));
             let paths: BTreeSet<Box<str>> = paths.map(Into::into).collect();
             self.pressure.events.retain(|path, _| paths.contains(path));
+            self.pressure.round.push(Step::Search);
             // In order, so each one comes before those below it.
-            self.pressure.round.extend(paths.into_iter().map(Source::Cgroup));
-            self.pressure.round.push(Source::Machine);
+            self.pressure.round.extend(paths.into_iter().map(Step::Look));
+            self.pressure.round.push(Step::Machine);
         }
         if !self.pressure.left_behind.is_empty() {
-            self.pressure.round.push(Source::LeftBehind);
+            self.pressure.round.push(Step::LeftBehind);
         }
     }
 
-    fn search(&mut self, source: Source) -> Work {
+    fn take_step(&mut self, step: Step) {
         let ReclaimPolicy { bytes, percent, .. } = self.pressure.policy;
-        let found = match source {
-            Source::LeftBehind => return self.unused_left_behind(),
-            Source::Machine => {
-                let path = self.root.join("proc/pressure/memory");
-                is_stalled(&path, percent).then_some((Scope::Machine, bytes))
+        match step {
+            Step::LeftBehind => self.search_left_behind(),
+            Step::Machine => {
+                if is_stalled(&self.root.join("proc/pressure/memory"), percent) {
+                    let mut objects = self.candidates(&Scope::Machine).objects;
+                    objects.reverse();
+                    self.pressure.unused = objects.iter().copied().collect();
+                    let (cgroup, in_vain_max) = (None, IN_VAIN_MAX);
+                    self.pressure.work = Work { objects, bytes, cgroup, in_vain: 0, in_vain_max };
+                }
             }
-            Source::Cgroup(path) => {
-                let bytes = self.bytes_to_drop(&path, percent);
-                (bytes > 0).then(|| (self.scope_below(&path), bytes))
-            }
-        };
-        let Some((scope, bytes)) = found else { return Work::default() };
-        let mut objects = self.candidates(&scope).objects;
-        objects.reverse();
-        Work { objects, bytes, in_vain: 0, in_vain_max: IN_VAIN_MAX }
+            Step::Look(path) => self.look_at_cgroup(&path, percent),
+            Step::Search => self.search_pressed(),
+            Step::Drop(cgroup) => self.pressure.begin_drop(cgroup),
+        }
     }
 
-    /// Bytes to drop for a cgroup, if it has been at a limit since the last look, or its tasks wait for
-    /// memory.
-    fn bytes_to_drop(&mut self, path: &str, percent: f64) -> u64 {
-        let Ok(hierarchy) = &self.hierarchy else { return 0 };
+    /// A cgroup is under pressure if it has been at a limit since the last look, or its tasks wait
+    /// for memory.
+    fn look_at_cgroup(&mut self, path: &str, percent: f64) {
+        let Ok(hierarchy) = &self.hierarchy else { return };
         let directory = hierarchy.directory(path);
         let read = |name: &str| std::fs::read_to_string(directory.join(name)).ok();
         let events = match hierarchy.version() {
@@ -212,11 +281,66 @@ impl Ledger {
             Version::V2 => read("memory.events.local")
                 .and_then(|text| Some(field(&text, "high")? + field(&text, "max")?)),
         };
-        let Some(events) = events else { return 0 };
+        let Some(events) = events else { return };
         let known = self.pressure.events.insert(path.into(), events);
         let is_at_limit = known.is_some_and(|known| known < events);
         let is_stalled = is_stalled(&directory.join("memory.pressure"), percent);
-        self.pressure.bytes_for(path, is_at_limit, is_stalled)
+        self.pressure.add(path, is_at_limit, is_stalled);
+    }
+
+    /// Finds what each cgroup under pressure alone uses, with those below it: the least recently
+    /// used objects first. Others share what a cgroup outside of these uses that exists: what a
+    /// removed one left behind is nobody's.
+    fn search_pressed(&mut self) {
+        if self.pressure.pressed.is_empty() {
+            return;
+        }
+        let pressed = self.pressure.pressed.iter().map(|it| &*it.path).zip(0..);
+        let numbers: HashMap<&str, usize> = pressed.collect();
+        let lowest = |path: &str, is_it: &dyn Fn(&str) -> bool| {
+            let above = from_the_top(path).chain([path]).filter(|it| is_it(it));
+            above.filter_map(|it| numbers.get(it).copied()).last()
+        };
+        let above = |it: &Pressed| lowest(&it.path, &|path| path != &*it.path);
+        let above: Vec<Option<usize>> = self.pressure.pressed.iter().map(above).collect();
+        let cgroups = self.cgroups.numbered();
+        let cgroups: HashMap<CgroupId, usize> =
+            cgroups.filter_map(|(id, path)| Some((id, lowest(path, &|_| true)?))).collect();
+        let none = above.len();
+        let next_above: Vec<usize> = above.iter().map(|it| it.unwrap_or(none)).collect();
+
+        let mut found: HashMap<ObjectId, Users> = HashMap::new();
+        self.for_each_past_use(|Usage { cgroup, object, time, .. }| {
+            let lowest = cgroups.get(&cgroup).copied().unwrap_or(none);
+            let is_user = self.cgroups.is_user(cgroup);
+            let new = Users { last: time, lowest, is_used: is_user };
+            let users = found.entry(object).or_insert(new);
+            users.last = users.last.max(time);
+            users.lowest = match (users.is_used, is_user) {
+                (true, true) => lowest_above_both(users.lowest, lowest, &next_above),
+                (true, false) => users.lowest,
+                (false, true) => lowest,
+                (false, false) => users.lowest.min(lowest),
+            };
+            users.is_used |= is_user;
+        });
+        // Nobody knows whether it was somebody else.
+        for (object, _) in self.unknown_uses() {
+            found.remove(&object);
+        }
+        let mut objects: Vec<_> = found
+            .into_iter()
+            .filter(|(_, users)| users.lowest < none)
+            .map(|(object, users)| (users.last, object, users.lowest))
+            .collect();
+        objects.sort_unstable();
+        let pressure = &mut self.pressure;
+        pressure.unused = objects.iter().map(|(_, object, _)| *object).collect();
+        for (_, object, number) in objects.into_iter().rev() {
+            pressure.pressed[number].objects.push(object);
+        }
+        pressure.pressed.iter_mut().zip(above).for_each(|(it, above)| it.above = above);
+        pressure.round.extend((0..none).rev().map(Step::Drop));
     }
 
     /// Notes the objects of users that have gone: of cgroups that were removed, and of these mounts. To be
@@ -242,9 +366,9 @@ impl Ledger {
         self.pressure.left_behind.extend(noted);
     }
 
-    /// The noted objects that have no user left, each tried once. Those that somebody unknown has
-    /// opened stay noted.
-    fn unused_left_behind(&mut self) -> Work {
+    /// Finds the noted objects that have no user left. They are noted until they are tried, once.
+    /// Those that somebody unknown has opened stay noted.
+    fn search_left_behind(&mut self) {
         let mut objects = std::mem::take(&mut self.pressure.left_behind);
         // As they were noted: nobody may have looked yet how much of them is resident.
         let _ = self.usage.for_each(|usage| {
@@ -255,12 +379,16 @@ impl Ledger {
             }
             ControlFlow::<()>::Continue(())
         });
-        // Nobody knows whether somebody has them: later.
-        let unknown = self.unknown_uses().map(|(object, _)| object);
-        let unknown: Vec<_> = unknown.filter(|object| objects.remove(object)).collect();
-        self.pressure.left_behind.extend(unknown);
-        let objects = objects.into_iter().collect();
-        Work { objects, bytes: u64::MAX, in_vain: 0, in_vain_max: u32::MAX }
+        let mut unused = objects.clone();
+        for (object, _) in self.unknown_uses() {
+            unused.remove(&object);
+        }
+        self.pressure.left_behind = objects;
+        let objects = unused.iter().copied().collect();
+        self.pressure.unused = unused;
+        let bytes = u64::MAX;
+        self.pressure.work =
+            Work { objects, bytes, cgroup: None, in_vain: 0, in_vain_max: u32::MAX };
     }
 }
 
@@ -279,6 +407,9 @@ fn stalled_percent(text: &str) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use cofolio_image::import::{ImportOptions, import};
+    use cofolio_image::source::Source;
+    use cofolio_store::task::Task;
     use cofolio_store::{InitOptions, Store};
 
     use super::super::cgroup_ids;
@@ -300,42 +431,27 @@ mod tests {
     /// its neighbours went, and the bytes of a round went once for each of them.
     #[test]
     fn a_stall_is_that_of_the_lowest_cgroups() {
-        let policy = ReclaimPolicy { bytes: 100, ..ReclaimPolicy::default() };
-        let new = || Pressure { policy, ..Pressure::default() };
-        let mut it = new();
-        assert_eq!(it.bytes_for("/pods/b/main", false, true), 100);
-        assert_eq!(it.bytes_for("/pods/b", false, true), 0);
-        assert_eq!(it.bytes_for("/pods/a", false, true), 100);
-        assert_eq!(it.bytes_for("/pods", false, true), 0);
-        assert_eq!(it.bytes_for("/pod", false, true), 100, "nothing is below");
-        assert_eq!(it.bytes_for("/", false, false), 0);
+        let mut it = Pressure::default();
+        let mut is_pressed = |path: &str, is_at_limit, is_stalled| {
+            it.add(path, is_at_limit, is_stalled);
+            it.pressed.last().is_some_and(|it| &*it.path == path)
+        };
+        assert!(is_pressed("/pods/b/main", false, true));
+        assert!(!is_pressed("/pods/b", false, true));
+        assert!(is_pressed("/pods/a", false, true));
+        assert!(!is_pressed("/pods", false, true));
+        assert!(is_pressed("/pod", false, true), "nothing is below");
+        assert!(!is_pressed("/", false, false));
         // A child at its limit that does not wait: its parent's tasks wait for another reason.
-        let mut it = new();
-        assert_eq!(it.bytes_for("/a/b", true, false), 100);
-        it.freed(30);
-        assert_eq!(it.bytes_for("/a", false, true), 70);
-    }
-
-    /// A limit is of one cgroup, but what went below it has helped already.
-    #[test]
-    fn the_bytes_of_a_round_are_of_a_cgroup_with_those_below() {
-        let policy = ReclaimPolicy { bytes: 100, ..ReclaimPolicy::default() };
-        let mut it = Pressure { policy, ..Pressure::default() };
-        for (path, left) in [("/a/y", 100), ("/a/x", 100)] {
-            assert_eq!(it.bytes_for(path, true, true), left);
-            it.freed(40);
-        }
-        assert_eq!(it.bytes_for("/a", true, true), 20);
-        it.freed(50);
-        assert_eq!(it.bytes_for("/", true, true), 0);
-        assert_eq!(it.freed_bytes, 130);
+        assert!(is_pressed("/c/d", true, false));
+        assert!(is_pressed("/c", false, true));
     }
 
     /// Mapped objects cost a look each and give nothing, just when memory is short.
     #[test]
     fn work_ends_with_its_bytes_or_after_many_objects_in_vain() {
         let objects: Vec<_> = (0..10).map(ObjectId).collect();
-        let mut work = Work { objects, bytes: 100, in_vain: 0, in_vain_max: 3 };
+        let mut work = Work { objects, bytes: 100, in_vain_max: 3, ..Work::default() };
         for freed in [0, 0, 60, 0, 0] {
             work.freed(freed);
             assert_eq!(work.objects.len(), 10);
@@ -343,7 +459,7 @@ mod tests {
         let objects = work.objects.clone();
         work.freed(0);
         assert!(work.objects.is_empty());
-        let mut work = Work { objects, bytes: 40, in_vain: 0, in_vain_max: 3 };
+        let mut work = Work { objects, bytes: 40, in_vain_max: 3, ..Work::default() };
         work.freed(50);
         assert!(work.objects.is_empty());
     }
@@ -352,6 +468,7 @@ mod tests {
     /// acts when tasks wait for memory 10 % of the time.
     struct Planted {
         root: tempfile::TempDir,
+        store: Store,
         ledger: Ledger,
     }
 
@@ -359,7 +476,7 @@ mod tests {
         fn new(version: Version) -> Self {
             let root = tempfile::tempdir().unwrap();
             let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
-            let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
+            let mut ledger = Ledger::new(store.clone(), RunDir::at(root.path().join("run")));
             ledger.root = root.path().to_owned();
             let hierarchy = Hierarchy::at(version, &root.path().join("cgroup"));
             for path in ["/pod/a", "/pod/b"] {
@@ -369,7 +486,7 @@ mod tests {
             }
             ledger.hierarchy = Ok(hierarchy);
             ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 10.0, left_behind: false });
-            let planted = Self { root, ledger };
+            let planted = Self { root, store, ledger };
             planted.write("proc/pressure/memory", &psi("0.00", "0.00"));
             for path in ["cgroup/pod", "cgroup/pod/a", "cgroup/pod/b"] {
                 planted.write(&format!("{path}/memory.pressure"), &psi("0.00", "0.00"));
@@ -389,16 +506,76 @@ mod tests {
         fn pressed(&mut self) -> Vec<String> {
             self.ledger.begin_round();
             let mut found = Vec::new();
-            while let Some(next) = self.ledger.pressure.round.pop() {
-                let path =
-                    if let Source::Cgroup(path) = &next { path.as_ref() } else { "/" }.to_owned();
-                if self.ledger.search(next).bytes > 0 {
-                    found.push(path);
+            while let Some(step) = self.ledger.pressure.round.pop() {
+                self.ledger.pressure.work = Work::default();
+                self.ledger.take_step(step);
+                let Work { bytes, cgroup, .. } = self.ledger.pressure.work;
+                if bytes > 0 {
+                    let path = cgroup.map(|number| &*self.ledger.pressure.pressed[number].path);
+                    found.push(path.unwrap_or("/").to_owned());
                 }
             }
             found
         }
+
+        /// Brings cgroups to a limit.
+        fn press(&self, paths: &[&str], times: u32) {
+            for path in paths {
+                self.write(&format!("cgroup{path}/memory.events.local"), &events(times, 0));
+            }
+        }
+
+        /// Adds an image of so many files, and says that one page of each is resident.
+        fn import(&mut self, count: u32) {
+            let directory = self.root.path().join("image");
+            std::fs::create_dir(&directory).unwrap();
+            for number in 0..count {
+                // Shorter ones have no object.
+                let content = format!("{number} ").repeat(4096);
+                std::fs::write(directory.join(number.to_string()), content).unwrap();
+            }
+            let source = Source::parse(directory.to_str().unwrap()).unwrap();
+            let domain = self.store.domain("default").unwrap();
+            import(&domain, &source, &ImportOptions::default(), &Task::default()).unwrap();
+            self.ledger.refresh(&Budget::UNLIMITED).unwrap();
+            for id in (0..count).map(ObjectId) {
+                self.ledger.index.set_resident(id, RESIDENT, 1);
+            }
+        }
+
+        /// Makes a cgroup that has used these objects, each at a time.
+        fn used(&mut self, path: &str, objects: &[(u32, u32)]) -> CgroupId {
+            let hierarchy = self.ledger.hierarchy.as_ref().unwrap();
+            std::fs::create_dir_all(hierarchy.directory(path)).unwrap();
+            let cgroup = self.ledger.number_cgroup(path).unwrap().unwrap();
+            for (object, time) in objects {
+                self.ledger.usage.touch(SuperblockId(0), cgroup, ObjectId(*object), *time);
+            }
+            cgroup
+        }
+
+        /// Goes on with a round until it has found what can be dropped.
+        fn search(&mut self) {
+            self.ledger.begin_round();
+            while let Some(step) = self.ledger.pressure.round.pop() {
+                let is_search = matches!(step, Step::Search);
+                self.ledger.take_step(step);
+                if is_search {
+                    break;
+                }
+            }
+        }
+
+        /// Objects that were tried.
+        fn tried(&self) -> Vec<u32> {
+            let is_tried = |it: &super::super::index::Object| it.resident_pages != RESIDENT as u32;
+            let objects = self.ledger.index.numbered();
+            objects.filter(|(_, it)| is_tried(it)).map(|(id, _)| id.0).collect()
+        }
     }
+
+    /// More pages than any of the files has.
+    const RESIDENT: u64 = 777;
 
     fn psi(some: &str, full: &str) -> String {
         let line = |kind, avg10| format!("{kind} avg10={avg10} avg60=99.00 avg300=99.00 total=7\n");
@@ -418,8 +595,8 @@ mod tests {
         planted.ledger.cgroups.number(&deep, Some(7)).unwrap();
         planted.ledger.begin_round();
         let round = &planted.ledger.pressure.round;
-        let in_chain = round.iter().filter_map(|source| match source {
-            Source::Cgroup(path) if path.starts_with("/x") => Some(path.len()),
+        let in_chain = round.iter().filter_map(|step| match step {
+            Step::Look(path) if path.starts_with("/x") => Some(path.len()),
             _ => None,
         });
         // Each comes before the one below it, which is searched first.
@@ -495,5 +672,84 @@ mod tests {
         planted.write("cgroup/pod/b/memory.failcnt", "1\n");
         assert_eq!(planted.pressed(), ["/pod/b"]);
         assert_eq!(planted.pressed(), [""; 0]);
+    }
+
+    /// A round walked all usage lists once for each cgroup under pressure. With some hundred of them
+    /// and full lists that took hours.
+    #[test]
+    fn one_walk_finds_what_all_cgroups_under_pressure_alone_use() {
+        let mut planted = Planted::new(Version::V2);
+        planted.import(9);
+        planted.used("/pod/a", &[(2, 1), (5, 7), (1, 8), (0, 9)]);
+        planted.used("/pod/a/below", &[(2, 2), (3, 5)]);
+        planted.used("/pod/a/removed", &[(7, 6), (8, 6)]);
+        planted.used("/pod/b", &[(1, 3), (4, 4), (8, 5)]);
+        planted.used("/other", &[(5, 1), (6, 1)]);
+        planted.pressed();
+        std::fs::remove_dir(planted.root.path().join("cgroup/pod/a/removed")).unwrap();
+        planted.ledger.refresh(&Budget::UNLIMITED).unwrap();
+        planted.press(&["/pod", "/pod/a"], 1);
+        let before = planted.ledger.usage.walks();
+        planted.search();
+        assert_eq!(planted.ledger.usage.walks(), before + 1);
+        let found = planted.ledger.pressure.pressed.iter().map(|it| {
+            let objects = it.objects.iter().rev().map(|object| object.0);
+            (&*it.path, objects.collect::<Vec<_>>())
+        });
+        // What a container lost is not tried again for its pod.
+        assert_eq!(
+            found.collect::<Vec<_>>(),
+            [("/pod/a", vec![2, 3, 7, 0]), ("/pod", vec![4, 8, 1])]
+        );
+        // Without pressure there is nothing to walk for.
+        planted.ledger.pressure = Pressure::default();
+        planted.ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 10.0, left_behind: false });
+        planted.search();
+        assert_eq!(planted.ledger.usage.walks(), before + 1);
+    }
+
+    /// The bytes of a round went for a container, and then once more for its pod.
+    #[test]
+    fn the_bytes_of_a_round_are_of_a_cgroup_with_those_below() {
+        let mut planted = Planted::new(Version::V2);
+        let policy = ReclaimPolicy { bytes: 100, percent: 10.0, left_behind: false };
+        planted.ledger.set_policy(policy);
+        planted.import(3);
+        planted.used("/pod/a", &[(0, 1)]);
+        planted.used("/pod/b", &[(1, 1)]);
+        planted.used("/pod", &[(2, 1)]);
+        planted.pressed();
+        planted.press(&["/pod", "/pod/a", "/pod/b"], 1);
+        planted.search();
+        let pressure = &mut planted.ledger.pressure;
+        let mut left = Vec::new();
+        for freed in [40, 30, 10] {
+            let Some(Step::Drop(number)) = pressure.round.pop() else { panic!("a drop for each") };
+            pressure.begin_drop(number);
+            left.push((pressure.pressed[number].path.to_string(), pressure.work.bytes));
+            pressure.freed(freed);
+        }
+        let expected = [("/pod/b", 100), ("/pod/a", 100), ("/pod", 30)];
+        assert_eq!(left, expected.map(|(path, bytes)| (path.to_owned(), bytes)));
+        assert_eq!(pressure.freed_bytes, 80);
+    }
+
+    /// What was found for a container was dropped many steps later, although another one, or the
+    /// container itself, had used it by then.
+    #[test]
+    fn what_is_used_after_the_search_stays() {
+        let mut planted = Planted::new(Version::V2);
+        let policy = ReclaimPolicy { bytes: 1 << 30, percent: 10.0, left_behind: false };
+        planted.ledger.set_policy(policy);
+        planted.import(4);
+        let a = planted.used("/pod/a", &[(0, 1), (1, 2), (2, 3), (3, 4)]);
+        let b = planted.used("/pod/b", &[]);
+        planted.pressed();
+        planted.press(&["/pod/a"], 1);
+        planted.search();
+        assert!(planted.ledger.note_use(SuperblockId(0), b, ObjectId(1)));
+        assert!(planted.ledger.note_use(SuperblockId(0), a, ObjectId(3)));
+        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert_eq!(planted.tried(), [0, 2]);
     }
 }

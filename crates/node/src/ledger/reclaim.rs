@@ -197,11 +197,6 @@ impl Ledger {
         }
     }
 
-    /// All cgroups at and below a path.
-    pub(super) fn scope_below(&self, path: &str) -> Scope {
-        Scope::Cgroups(path.to_owned(), self.cgroups.below(path).collect())
-    }
-
     pub(super) fn candidates(&self, scope: &Scope) -> Candidates {
         let of_image = |id: &ObjectId| self.index.object(*id).is_some_and(|it| it.is_shared());
         match scope {

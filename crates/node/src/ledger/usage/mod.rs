@@ -101,6 +101,9 @@ pub struct UsageLists {
     shards: Box<[Mutex<Shard>]>,
     /// Of all shards together.
     held: Held,
+    /// How often [`Self::for_each`] was called.
+    #[cfg(test)]
+    walks: AtomicUsize,
 }
 
 /// What shards hold, as it was when each of them was last unlocked.
@@ -151,7 +154,12 @@ impl UsageLists {
     /// waiting for each other.
     pub fn new(shards: usize) -> UsageLists {
         let shards = (0..shards.max(1)).map(|_| Mutex::default()).collect();
-        UsageLists { shards, held: Held::default() }
+        UsageLists {
+            shards,
+            held: Held::default(),
+            #[cfg(test)]
+            walks: AtomicUsize::default(),
+        }
     }
 
     /// Records that a cgroup uses an object through a mount at the time `now`. Returns the time of
@@ -218,6 +226,8 @@ impl UsageLists {
     /// An entry that exists throughout is visited once, even if it is reparented meanwhile. `visit`
     /// runs under the lock of a shard: it must be quick, and deadlocks if it calls these methods.
     pub fn for_each<B>(&self, mut visit: impl FnMut(Usage) -> ControlFlow<B>) -> ControlFlow<B> {
+        #[cfg(test)]
+        self.walks.fetch_add(1, Relaxed);
         self.locked().try_for_each(|shard| shard.usages().try_for_each(&mut visit))
     }
 
@@ -285,6 +295,10 @@ impl UsageLists {
 
 #[cfg(test)]
 impl UsageLists {
+    pub(super) fn walks(&self) -> usize {
+        self.walks.load(Relaxed)
+    }
+
     /// Checks the invariants of all shards.
     fn check(&self) {
         let (mut count, mut bytes) = (Count::default(), 0);
