@@ -66,6 +66,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.dry_run || !context.ui.quiet {
         context.ui.line(sentence(&reclaimed))?;
     }
+    if reclaimed.unsure_objects > 0 {
+        let unsure = plural(reclaimed.unsure_objects, "skipped object");
+        context.ui.note(format!(
+            "nobody knows whether others have opened {unsure} in the last hour: --shared drops them"
+        ));
+    }
     if !source.is_daemon() {
         context.ui.note("no daemon: files that were opened and not mapped have no known user");
     }

@@ -96,7 +96,7 @@ pub struct Ledger {
     pub(super) superblocks: Superblocks,
     pub(super) cgroups: CgroupIds,
     pub(super) usage: UsageLists,
-    /// What the lists may take.
+    /// What the lists may take, with the objects that somebody unknown opened.
     pub(super) usage_bytes_max: u64,
     /// Each cgroup's share of `usage_bytes_max`; `None` below half of it, and after a refresh.
     usage_shares: Option<Shares>,
@@ -201,6 +201,10 @@ impl Ledger {
         self.watch_mounts();
         self.unmarked = self.superblocks.mark_all(&self.root, &opens, true);
         self.opens = Some(opens);
+        // Nobody has seen what was opened since they were watched last.
+        if self.openers.missed().is_some() {
+            self.note_missed_opens();
+        }
         Ok(())
     }
 
@@ -208,6 +212,7 @@ impl Ledger {
     /// that has no time for them: in the queue they would keep their mounts busy.
     pub fn drop_opens(&mut self) {
         self.mount_events = None;
+        self.note_missed_opens();
         if self.opens.take().is_some() {
             self.unknown.overflows += 1;
         }
@@ -416,7 +421,7 @@ impl Ledger {
             return true;
         }
         // What removals have left free is held until most of it is.
-        let is_held = self.usage.memory_bytes() as u64 >= self.usage_bytes_max;
+        let is_held = self.usage.memory_bytes() as u64 >= self.usage_room();
         if is_held && !self.usage.has_free_place(mount, cgroup) {
             return false;
         }
@@ -432,9 +437,14 @@ impl Ledger {
         true
     }
 
+    /// Bytes that the lists may take beside the objects that somebody unknown opened.
+    fn usage_room(&self) -> u64 {
+        self.usage_bytes_max.saturating_sub(self.openers.unknown_bytes() as u64)
+    }
+
     /// Whether a cgroup may hold more of the lists, which take so many bytes.
     fn has_room(&mut self, cgroup: CgroupId, bytes: u64) -> bool {
-        let bytes_max = self.usage_bytes_max;
+        let bytes_max = self.usage_room();
         if bytes < bytes_max / 2 {
             return true;
         }
@@ -478,6 +488,7 @@ impl Ledger {
             // Now that the queue has been read: this drops the mounts that went. A directory that cannot
             // be listed is reported by the next refresh.
             let _ = self.take_up(budget);
+            self.note_missed_opens();
         } else if is_empty {
             let changes = self.superblocks.drop_gone(&self.run);
             self.forget_mounts(&changes);
@@ -537,10 +548,12 @@ impl Ledger {
                     Event::Opened { file, pid } => (File::from(file), pid),
                     Event::Unreadable(_) => {
                         self.unknown.files += 1;
+                        self.note_missed_opens();
                         continue;
                     }
                     Event::Overflow => {
                         self.unknown.overflows += 1;
+                        self.note_missed_opens();
                         continue;
                     }
                 };
@@ -549,6 +562,7 @@ impl Ledger {
                     statx(&file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, mask)
                 else {
                     self.unknown.files += 1;
+                    self.note_missed_opens();
                     continue;
                 };
                 if !FileType::from_raw_mode(found.stx_mode.into()).is_file() {
@@ -568,11 +582,13 @@ impl Ledger {
                 }
                 match cgroup {
                     Some(cgroup) if self.note_use(mount, cgroup, object) => {}
-                    Some(_) => self.unknown.files += 1,
+                    Some(_) => {
+                        self.unknown.files += 1;
+                        self.note_unknown_open(mount, object);
+                    }
                     None => {
                         self.unknown.openers += 1;
-                        self.pressure.note_use(object);
-                        self.openers.note_unknown(mount, object, self.now());
+                        self.note_unknown_open(mount, object);
                     }
                 }
             }

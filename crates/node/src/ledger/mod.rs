@@ -15,8 +15,8 @@
 //!   up an image at least;
 //! - a look at one process and at one file, and the drop of one file from all processes that map
 //!   it; a process that does not answer takes two seconds of time, though not of the processor;
-//! - walks of the usage lists: for a report; for the choice of what to reclaim; at the end of a round
-//!   over all objects, to remove uses of pages that have gone; at its beginning, with `inode-share`,
+//! - walks of the usage lists: for a report; for the choice of what to reclaim, one in a round for
+//!   all cgroups under pressure; at the end of a round over all objects, to remove uses of pages that have gone; at its beginning, with `inode-share`,
 //!   over the lists of packs;
 //! - an answer: what uses an object, what images share, the files of an image, which reads all of
 //!   its metadata;

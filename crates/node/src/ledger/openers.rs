@@ -20,6 +20,12 @@ const PATH_MAX: usize = 512;
 /// How long somebody unknown counts as a user of what was opened.
 const UNKNOWN_TICKS: u32 = 3600 * TICKS_PER_SECOND;
 
+/// Objects that somebody unknown opened, by mount, that are kept. A container can open any number.
+const UNKNOWN_MAX: usize = 100_000;
+
+/// Bytes of one of them, with a byte of the table's own, and an eighth of its places free at least.
+const UNKNOWN_BYTES: usize = (size_of::<(SuperblockId, ObjectId, u32)>() + 1) * 8 / 7 + 1;
+
 #[derive(Debug, Default)]
 pub(super) struct Openers {
     /// Of mounts that are the root of a process, the lowest cgroup at or above all these processes,
@@ -29,6 +35,8 @@ pub(super) struct Openers {
     last_round: HashMap<u64, Box<str>>,
     /// When somebody unknown opened an object last.
     unknown: HashMap<(SuperblockId, ObjectId), u32>,
+    /// When it was last noticed that opened files were missed. They may have been any.
+    missed: Option<u32>,
 }
 
 impl Openers {
@@ -58,9 +66,36 @@ impl Openers {
         self.last_round = std::mem::take(&mut self.this_round);
     }
 
-    /// Somebody unknown opened an object.
-    pub(super) fn note_unknown(&mut self, mount: SuperblockId, object: ObjectId, time: u32) {
+    /// Somebody unknown opened an object. False if there are too many of these: then all are
+    /// forgotten, and any object may have been opened.
+    #[must_use]
+    pub(super) fn note_unknown(
+        &mut self,
+        mount: SuperblockId,
+        object: ObjectId,
+        time: u32,
+    ) -> bool {
         self.unknown.insert((mount, object), time);
+        let fits = self.unknown.len() <= UNKNOWN_MAX;
+        if !fits {
+            self.unknown = HashMap::new();
+        }
+        fits
+    }
+
+    /// Files were opened, and nobody knows which.
+    pub(super) fn note_missed(&mut self, time: u32) {
+        self.missed = Some(time);
+    }
+
+    /// When opened files were last missed, if that was ever noticed.
+    pub(super) fn missed(&self) -> Option<u32> {
+        self.missed
+    }
+
+    /// What the objects that somebody unknown opened take.
+    pub(super) fn unknown_bytes(&self) -> usize {
+        self.unknown.capacity() * UNKNOWN_BYTES
     }
 
     pub(super) fn remove_mounts(&mut self, mounts: &[SuperblockId]) {
@@ -126,10 +161,37 @@ impl Ledger {
     pub(super) fn unknown_uses(&self) -> impl Iterator<Item = (ObjectId, u32)> {
         let now = self.now();
         let uses = self.openers.unknown.iter().map(|((_, object), time)| (*object, *time));
-        uses.filter(move |(object, time)| {
-            let object = self.index.object(*object);
-            is_new(*time, now) && object.is_some_and(|it| it.counts_use(*time))
-        })
+        uses.filter(move |(object, time)| is_new(*time, now) && self.counts_use(*object, *time))
+    }
+
+    /// Tells the objects of which nobody knows whether somebody else uses them: somebody unknown
+    /// opened them, or opened files were missed when they were resident.
+    pub(super) fn doubt(&self) -> impl Fn(ObjectId) -> bool {
+        let now = self.now();
+        let unknown: HashSet<ObjectId> = self.unknown_uses().map(|(object, _)| object).collect();
+        let missed = self.openers.missed.filter(|time| is_new(*time, now));
+        move |object| {
+            unknown.contains(&object) || missed.is_some_and(|time| self.counts_use(object, time))
+        }
+    }
+
+    fn counts_use(&self, object: ObjectId, time: u32) -> bool {
+        self.index.object(object).is_some_and(|it| it.counts_use(time))
+    }
+
+    /// Files were opened, and nobody knows which. So nothing that a search has found is known to be
+    /// unused any more.
+    pub(super) fn note_missed_opens(&mut self) {
+        self.openers.note_missed(self.now());
+        self.pressure.note_missed_opens();
+    }
+
+    /// Somebody unknown opened an object.
+    pub(super) fn note_unknown_open(&mut self, mount: SuperblockId, object: ObjectId) {
+        self.pressure.note_use(object);
+        if !self.openers.note_unknown(mount, object, self.now()) {
+            self.note_missed_opens();
+        }
     }
 }
 
@@ -177,7 +239,7 @@ mod tests {
         let mut openers = Openers::default();
         let [one, two] = [1, 2].map(SuperblockId);
         for (mount, time) in [(one, 1), (two, 1), (two, 2)] {
-            openers.note_unknown(mount, ObjectId(7), time);
+            assert!(openers.note_unknown(mount, ObjectId(7), time));
         }
         openers.retain(UNKNOWN_TICKS, |_, _| true);
         assert_eq!(openers.unknown.len(), 2);
@@ -186,5 +248,20 @@ mod tests {
         assert_eq!(openers.unknown.len(), 1);
         openers.retain(UNKNOWN_TICKS + 2, |_, _| true);
         assert!(openers.unknown.is_empty());
+    }
+
+    /// Short programs of a container opened each file of thousands through each of many mounts, and
+    /// all of that was kept for an hour.
+    #[test]
+    fn too_many_unknown_openers_are_openers_of_everything() {
+        let mut openers = Openers::default();
+        let count = u32::try_from(UNKNOWN_MAX).unwrap();
+        let mut note = |mount| openers.note_unknown(SuperblockId(mount), ObjectId(7), 1);
+        assert!((0..count).all(&mut note));
+        assert!(note(0), "it is listed");
+        assert!(!note(count));
+        assert_eq!(openers.unknown_bytes(), 0);
+        assert!((0..count).all(|it| openers.note_unknown(SuperblockId(it), ObjectId(7), 1)));
+        assert!(openers.unknown_bytes() < 2_000_000, "{}", openers.unknown_bytes());
     }
 }

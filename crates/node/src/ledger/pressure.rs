@@ -13,6 +13,9 @@
 //! in a row the rest is taken for mapped as well: they are used anew with each look at processes, and so
 //! come last.
 //!
+//! What somebody unknown may use stays: what was opened by an unknown process within the last hour,
+//! and if opened files were missed in that time, all that was resident then.
+//!
 //! The kernel's PSI of a cgroup counts tasks of the cgroups below it, so a stall is that of the lowest
 //! ones that show it. The other figures are of one cgroup alone: its own limit was met. What went from
 //! cgroups below it in the same round counts towards its bytes.
@@ -106,6 +109,11 @@ impl Pressure {
     /// uses it still, but not as the least recently used one.
     pub(super) fn note_use(&mut self, object: ObjectId) {
         self.unused.remove(&object);
+    }
+
+    /// Somebody may use any object.
+    pub(super) fn note_missed_opens(&mut self) {
+        self.unused.clear();
     }
 
     /// Adds a cgroup if it is under pressure. Those below it have been looked at in this round.
@@ -324,15 +332,13 @@ impl Ledger {
             };
             users.is_used |= is_user;
         });
-        // Nobody knows whether it was somebody else.
-        for (object, _) in self.unknown_uses() {
-            found.remove(&object);
-        }
+        let doubt = self.doubt();
         let mut objects: Vec<_> = found
             .into_iter()
-            .filter(|(_, users)| users.lowest < none)
+            .filter(|(object, users)| users.lowest < none && !doubt(*object))
             .map(|(object, users)| (users.last, object, users.lowest))
             .collect();
+        drop(doubt);
         objects.sort_unstable();
         let pressure = &mut self.pressure;
         pressure.unused = objects.iter().map(|(_, object, _)| *object).collect();
@@ -367,7 +373,7 @@ impl Ledger {
     }
 
     /// Finds the noted objects that have no user left. They are noted until they are tried, once.
-    /// Those that somebody unknown has opened stay noted.
+    /// Those that somebody unknown may use stay noted.
     fn search_left_behind(&mut self) {
         let mut objects = std::mem::take(&mut self.pressure.left_behind);
         // As they were noted: nobody may have looked yet how much of them is resident.
@@ -379,10 +385,9 @@ impl Ledger {
             }
             ControlFlow::<()>::Continue(())
         });
-        let mut unused = objects.clone();
-        for (object, _) in self.unknown_uses() {
-            unused.remove(&object);
-        }
+        let doubt = self.doubt();
+        let unused: HashSet<ObjectId> = objects.iter().copied().filter(|it| !doubt(*it)).collect();
+        drop(doubt);
         self.pressure.left_behind = objects;
         let objects = unused.iter().copied().collect();
         self.pressure.unused = unused;
@@ -568,9 +573,9 @@ mod tests {
 
         /// Objects that were tried.
         fn tried(&self) -> Vec<u32> {
-            let is_tried = |it: &super::super::index::Object| it.resident_pages != RESIDENT as u32;
             let objects = self.ledger.index.numbered();
-            objects.filter(|(_, it)| is_tried(it)).map(|(id, _)| id.0).collect()
+            let tried = objects.filter(|(_, it)| u64::from(it.resident_pages) != RESIDENT);
+            tried.map(|(id, _)| id.0).collect()
         }
     }
 
@@ -751,5 +756,63 @@ mod tests {
         assert!(planted.ledger.note_use(SuperblockId(0), a, ObjectId(3)));
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0, 2]);
+    }
+
+    /// The kernel's queue of opened files had been full, so nobody knew who used what: the policy
+    /// dropped what containers had open. One unknown opener of one file protected that for an hour.
+    #[test]
+    fn nothing_goes_while_opened_files_may_have_been_missed() {
+        let mut planted = Planted::new(Version::V2);
+        let policy = ReclaimPolicy { bytes: 1 << 30, percent: 10.0, left_behind: true };
+        planted.ledger.set_policy(policy);
+        planted.import(6);
+        let a = planted.used("/pod/a", &[(0, 1), (1, 2), (2, 3)]);
+        planted.pressed();
+        planted.ledger.pressure.left_behind = [3, 4].map(ObjectId).into();
+        planted.press(&["/pod/a"], 1);
+        planted.write("proc/pressure/memory", &psi("20.00", "0.00"));
+        planted.ledger.drop_opens();
+        let of_a = Scope::Cgroups("/pod/a".to_owned(), [a].into());
+        let left_alone = |ledger: &Ledger| {
+            let found = ledger.candidates(&of_a);
+            (found.objects.len(), found.shared.len(), found.unsure)
+        };
+        assert_eq!(left_alone(&planted.ledger), (0, 3, 3));
+        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert_eq!(planted.tried(), [0; 0]);
+        // What has come into memory since was opened by somebody known.
+        let now = planted.ledger.now();
+        for object in [1, 3].map(ObjectId) {
+            planted.ledger.index.set_resident(object, 0, now);
+            planted.ledger.index.set_resident(object, RESIDENT, now);
+        }
+        planted.ledger.usage.touch(SuperblockId(0), a, ObjectId(1), now + 1);
+        assert_eq!(left_alone(&planted.ledger), (1, 2, 2));
+        planted.press(&["/pod/a"], 2);
+        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert_eq!(planted.tried(), [1, 3]);
+    }
+
+    /// Files were missed after the search, and what it had found was dropped all the same.
+    #[test]
+    fn nothing_goes_that_was_found_before_opened_files_were_missed() {
+        let mut planted = Planted::new(Version::V2);
+        let policy = ReclaimPolicy { bytes: 1 << 30, percent: 10.0, left_behind: true };
+        planted.ledger.set_policy(policy);
+        planted.import(3);
+        planted.used("/pod/a", &[(0, 1), (1, 2)]);
+        planted.pressed();
+        planted.press(&["/pod/a"], 1);
+        planted.search();
+        planted.ledger.note_missed_opens();
+        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        planted.ledger.openers = super::super::openers::Openers::default();
+        planted.ledger.pressure.left_behind = [2].map(ObjectId).into();
+        planted.ledger.begin_round();
+        planted.ledger.search_left_behind();
+        planted.ledger.note_missed_opens();
+        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert_eq!(planted.tried(), [0; 0]);
+        assert_eq!(planted.ledger.pressure.left_behind, [2].map(ObjectId).into(), "for later");
     }
 }

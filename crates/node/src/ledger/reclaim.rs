@@ -78,6 +78,10 @@ pub struct Reclaimed {
     pub shared_objects: u64,
     /// What is resident of those.
     pub shared_bytes: u64,
+    /// Those of [`shared_objects`](Self::shared_objects) of which nobody knows whether others use
+    /// them: in the last hour somebody unknown opened them, or opened files were missed.
+    #[serde(default)]
+    pub unsure_objects: u64,
     /// Processes that may map more of these objects than was looked at. What they map counts as
     /// kept.
     #[serde(default)]
@@ -109,7 +113,9 @@ struct Users {
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
     pub(super) objects: Vec<ObjectId>,
-    shared: Vec<ObjectId>,
+    pub(super) shared: Vec<ObjectId>,
+    /// How many of `shared` nobody may use: see [`Ledger::doubt`].
+    pub(super) unsure: u64,
 }
 
 /// Where processes map objects.
@@ -135,12 +141,13 @@ impl Ledger {
     /// unless it was removed.
     pub fn reclaim(&mut self, request: &ReclaimRequest) -> Result<Reclaimed> {
         let scope = self.scope(&request.target)?;
-        let Candidates { mut objects, shared } = self.candidates(&scope);
+        let Candidates { mut objects, shared, unsure } = self.candidates(&scope);
         let mut reclaimed = Reclaimed { dry_run: request.dry_run, ..Reclaimed::default() };
         if request.shared {
             objects.extend(shared);
         } else {
             reclaimed.shared_objects = shared.len() as u64;
+            reclaimed.unsure_objects = unsure;
             reclaimed.shared_bytes = shared.iter().map(|id| self.resident_bytes(*id)).sum();
         }
         let bytes = request.bytes.unwrap_or(u64::MAX);
@@ -212,7 +219,11 @@ impl Ledger {
             }
             Scope::Machine => {
                 let objects = self.index.numbered().map(|(id, _)| id);
-                self.by_last_use(objects, |_, users| users.is_some_and(|it| it.several))
+                let doubt = self.doubt();
+                let is_shared = |id: &ObjectId, users: Option<&Users>| {
+                    doubt(*id) || users.is_some_and(|it| it.several)
+                };
+                self.by_last_use(objects, is_shared)
             }
         }
     }
@@ -246,11 +257,13 @@ impl Ledger {
                 others.insert(usage.object);
             }
         });
-        // Nobody knows whether it was somebody else.
-        let unknown = self.unknown_uses();
-        others.extend(unknown.map(|(object, _)| object).filter(|it| ours.contains(it)));
-        let (shared, objects) = objects.into_iter().partition(|id| others.contains(id));
-        Candidates { objects, shared }
+        let (doubt, mut unsure) = (self.doubt(), 0);
+        let (shared, objects) = objects.into_iter().partition(|id| {
+            let is_doubted = !others.contains(id) && doubt(*id);
+            unsure += u64::from(is_doubted);
+            is_doubted || others.contains(id)
+        });
+        Candidates { objects, shared, unsure }
     }
 
     /// Those of some objects that are resident, by their last use in any cgroup.
@@ -270,12 +283,11 @@ impl Ledger {
         for (object, time) in self.unknown_uses() {
             let users = users.entry(object).or_default();
             users.last = users.last.max(time);
-            users.several |= users.cgroup.is_some();
         }
         let mut objects: Vec<_> = objects.filter(|id| self.resident_bytes(*id) > 0).collect();
         objects.sort_unstable_by_key(|id| (users.get(id).map_or(0, |users| users.last), *id));
         let (shared, objects) = objects.into_iter().partition(|id| is_shared(id, users.get(id)));
-        Candidates { objects, shared }
+        Candidates { objects, shared, unsure: 0 }
     }
 
     /// Where processes map these objects: those of the scope, or if others may, all.

@@ -221,6 +221,33 @@ fn a_step_of_the_policy_ends_with_its_budget() {
     opened.pair.umount(&opened.top);
 }
 
+/// Another container opened a file between two steps, and lost it in the second.
+#[test]
+fn what_another_container_opens_between_two_steps_stays() {
+    let test = "what_another_container_opens_between_two_steps_stays";
+    let Some(_alone) = alone(test) else { return };
+    let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
+    let files = [("x", 11), ("y", 12), ("z", 13)];
+    let Some(mut opened) = Opened::new(test, &files) else { return };
+    let holders = files.map(|(file, _)| Holder::opener(&opened.top.join(file), &a));
+    opened.ledger.sample_all().unwrap();
+    opened.ledger.set_policy(UNDER_PRESSURE);
+    assert_eq!(opened.relieve(), [true; 3]);
+    opened.press(&a);
+    while opened.resident() == [true; 3] {
+        assert!(!opened.ledger.relieve(&Budget::of(Duration::ZERO)));
+    }
+    let number = opened.resident().iter().position(|it| *it).unwrap();
+    let other = Holder::opener(&opened.top.join(files[number].0), &b);
+    opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    assert!(opened.ledger.relieve(&Budget::UNLIMITED));
+    let mut left = [false; 3];
+    left[number] = true;
+    assert_eq!(opened.resident(), left);
+    drop((holders, other));
+    opened.pair.umount(&opened.top);
+}
+
 /// What only a container used goes with its cgroup. What two used stayed when both were gone: the
 /// cgroup above, which had got the lists of the first, counted as a user.
 #[test]
