@@ -1,6 +1,6 @@
-//! [`Ledger`]: kept up to date by sampling.
+//! The core of the ledger: [`Ledger`] itself, and how looks and events keep it up to date.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io;
 use std::ops::ControlFlow;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_store::Store;
 use cofolio_store::task::Cancel;
-use cofolio_sys::fanotify::{Event, Opens};
+use cofolio_sys::fanotify::Event;
 use cofolio_sys::mount::{UNIQUE_ID, unique_id};
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
@@ -18,13 +18,13 @@ use super::cgroup_ids::{self, CgroupIds};
 use super::charges::{COMMONS, Charges};
 use super::index::Index;
 use super::missed::Missed;
-use super::openers::Openers;
+use super::opens::OpenedFiles;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
 use super::superblocks::{Changes, Found, MountEvents, Superblocks};
 use super::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
-use super::{Budget, LedgerError, Machine, Result, Unknown};
+use super::{Budget, LedgerError, Machine, Result};
 use crate::address_space;
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
@@ -101,7 +101,7 @@ pub struct Ledger {
     /// Each cgroup's share of `usage_bytes_max`; `None` below half of it, and after a refresh.
     usage_shares: Option<Shares>,
     pub(super) pressure: Pressure,
-    opens: Option<Opens>,
+    pub(super) opened: OpenedFiles,
     /// `None` while no opens are watched, or if mounts cannot be: then a new one is seen with the
     /// next refresh.
     mount_events: Option<MountEvents>,
@@ -109,9 +109,6 @@ pub struct Ledger {
     has_lost_mounts: bool,
     /// Why mounts cannot be watched.
     pub(super) unwatched_mounts: Option<io::Error>,
-    pub(super) openers: Openers,
-    /// Why opened files cannot be watched.
-    pub(super) unwatched_opens: Option<String>,
     pub(super) first_opens: Option<FirstOpens>,
     started: Instant,
     /// Processes of this round that are still to be looked at.
@@ -126,9 +123,6 @@ pub struct Ledger {
     pub(super) unread_processes: Missed,
     pub(super) of_processes: Rounds,
     pub(super) of_residency: Rounds,
-    pub(super) unknown: Unknown,
-    /// Superblocks whose opened files are not noted.
-    pub(super) unmarked: usize,
     pub(super) cancel: Cancel,
 }
 
@@ -148,12 +142,10 @@ impl Ledger {
             usage: UsageLists::new(16),
             usage_shares: None,
             pressure: Pressure::default(),
-            opens: None,
+            opened: OpenedFiles::default(),
             mount_events: None,
             has_lost_mounts: false,
             unwatched_mounts: None,
-            openers: Openers::default(),
-            unwatched_opens: None,
             first_opens: None,
             started: Instant::now(),
             round: Vec::new(),
@@ -164,8 +156,6 @@ impl Ledger {
             unread_processes: Missed::default(),
             of_processes: Rounds::default(),
             of_residency: Rounds::default(),
-            unknown: Unknown::default(),
-            unmarked: 0,
             cancel: Cancel::default(),
         }
     }
@@ -193,18 +183,11 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Io`] where the kernel or the lack of privileges does not allow it.
     pub fn watch_opens(&mut self) -> Result<()> {
-        let opens = Opens::new();
-        self.unwatched_opens = opens.as_ref().err().map(ToString::to_string);
-        let opens = opens.map_err(LedgerError::io("fanotify"))?;
+        self.opened.watch(self.now()).map_err(LedgerError::io("fanotify"))?;
         // The first mount would make the directory that is watched, too late to be seen.
         let _ = self.run.prepare();
         self.watch_mounts();
-        self.unmarked = self.superblocks.mark_all(&self.root, &opens, true);
-        self.opens = Some(opens);
-        // Nobody has seen what was opened since they were watched last.
-        if self.openers.missed().is_some() {
-            self.note_missed_opens();
-        }
+        self.opened.mark_all(&mut self.superblocks, &self.root, true);
         Ok(())
     }
 
@@ -212,10 +195,8 @@ impl Ledger {
     /// that has no time for them: in the queue they would keep their mounts busy.
     pub fn drop_opens(&mut self) {
         self.mount_events = None;
-        self.note_missed_opens();
-        if self.opens.take().is_some() {
-            self.unknown.overflows += 1;
-        }
+        self.opened.drop_queue(self.now());
+        self.pressure.note_missed_opens();
     }
 
     /// To be called again with each refresh.
@@ -232,7 +213,7 @@ impl Ledger {
 
     /// Becomes readable when [`Ledger::take_opens`] has something to do.
     pub fn opens(&self) -> Option<BorrowedFd<'_>> {
-        self.opens.as_ref().map(Opens::descriptor)
+        self.opened.descriptor()
     }
 
     /// Becomes readable when there are mounts for [`Ledger::take_opens`] to take up.
@@ -260,7 +241,7 @@ impl Ledger {
         let now = self.now();
         let (is_complete, listed) = self.index.refresh(now, budget);
         self.drop_forgotten();
-        if self.opens.is_some() {
+        if self.opens().is_some() {
             self.watch_mounts();
         }
         let changes = self.superblocks.refresh(&self.run, &self.index);
@@ -268,11 +249,7 @@ impl Ledger {
             self.cgroups.find_ended(hierarchy);
         }
         self.forget_mounts(&changes);
-        if let Some(opens) = &self.opens {
-            self.unmarked = self.superblocks.mark_all(&self.root, opens, false);
-        } else if self.unwatched_opens.is_some() {
-            self.unmarked = self.superblocks.iter().count();
-        }
+        self.opened.mark_all(&mut self.superblocks, &self.root, false);
         if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.reparent_ended(hierarchy, &self.usage);
         }
@@ -291,7 +268,7 @@ impl Ledger {
         self.pressure.forget(&forgotten);
         self.superblocks.forget(&forgotten);
         self.first_opens.iter_mut().for_each(|it| it.forget(&forgotten));
-        self.openers.forget(&forgotten);
+        self.opened.forget(&forgotten);
     }
 
     fn forget_mounts(&mut self, changes: &Changes) {
@@ -299,7 +276,7 @@ impl Ledger {
         for id in &changes.removed {
             self.usage.remove_mount(*id);
         }
-        self.openers.remove_mounts(&changes.removed);
+        self.opened.remove_mounts(&changes.removed);
     }
 
     /// Looks how much of the objects is resident. Says whether a round over all is complete.
@@ -314,10 +291,10 @@ impl Ledger {
         if is_complete {
             self.of_residency.complete = self.of_residency.this;
             // Uses of pages that have gone since.
-            let Self { usage, openers, index, .. } = self;
+            let Self { usage, opened, index, .. } = self;
             let counts = |object, time| index.object(object).is_some_and(|it| it.counts_use(time));
             usage.retain(|it| counts(it.object, it.time));
-            openers.retain(now, counts);
+            opened.retain(now, counts);
         }
         is_complete
     }
@@ -360,7 +337,7 @@ impl Ledger {
             self.of_processes.complete = self.of_processes.this;
             self.unread_processes = std::mem::take(&mut self.unread);
             self.superblocks.round_is_complete();
-            self.openers.round_is_complete();
+            self.opened.openers.round_is_complete();
         }
         Ok(is_complete)
     }
@@ -374,9 +351,7 @@ impl Ledger {
             found.is_some()
         });
         let is_whole = superblocks.end_look(root, pid);
-        if let Some(opens) = &self.opens {
-            self.superblocks.mark_new(&self.root, opens);
-        }
+        self.opened.mark_new(&mut self.superblocks, &self.root);
         let noted = if used.is_empty() { Ok(()) } else { self.note_mapped(pid, used) };
         let process = processes::directory(&self.root, pid);
         let read = read.and_then(|is_read| address_space::check(&process).map(|()| is_read));
@@ -439,7 +414,7 @@ impl Ledger {
 
     /// Bytes that the lists may take beside the objects that somebody unknown opened.
     fn usage_room(&self) -> u64 {
-        self.usage_bytes_max.saturating_sub(self.openers.unknown_bytes() as u64)
+        self.usage_bytes_max.saturating_sub(self.opened.unknown_bytes() as u64)
     }
 
     /// Whether a cgroup may hold more of the lists, which take so many bytes.
@@ -508,21 +483,21 @@ impl Ledger {
 
     /// Takes up mounts that came, and notes opened files. Says whether none are left.
     fn take_events(&mut self, budget: &Budget) -> Result<bool> {
-        let Some(opens) = self.opens.take() else { return Ok(true) };
-        self.has_lost_mounts |= self.take_mounts(&opens, budget);
-        let taken = self.take_from(&opens, budget);
-        self.opens = Some(opens);
-        taken
+        if self.opens().is_none() {
+            return Ok(true);
+        }
+        self.has_lost_mounts |= self.take_mounts(budget);
+        self.take_opened(budget)
     }
 
     /// Says whether the kernel has dropped events of mounts.
-    fn take_mounts(&mut self, opens: &Opens, budget: &Budget) -> bool {
+    fn take_mounts(&mut self, budget: &Budget) -> bool {
         let mut has_overflowed = false;
         while let Some(news) = self.mount_events.as_ref().and_then(MountEvents::read) {
             let changes = self.superblocks.follow(news.ids, &self.run, &self.index);
             self.forget_mounts(&changes);
             has_overflowed |= news.has_overflowed;
-            self.superblocks.mark_new(&self.root, opens);
+            self.opened.mark_new(&mut self.superblocks, &self.root);
             if budget.is_spent() {
                 break;
             }
@@ -531,13 +506,13 @@ impl Ledger {
     }
 
     /// Says whether the queue is empty.
-    fn take_from(&mut self, opens: &Opens, budget: &Budget) -> Result<bool> {
+    fn take_opened(&mut self, budget: &Budget) -> Result<bool> {
         let own = std::process::id();
         // A process opens many files in a row.
         let mut cgroups: HashMap<u32, Option<CgroupId>> = HashMap::new();
         let mut taken = 0;
         loop {
-            let events = opens.read().map_err(LedgerError::io("fanotify"))?;
+            let events = self.opened.read().map_err(LedgerError::io("fanotify"))?;
             if events.is_empty() {
                 return Ok(true);
             }
@@ -547,12 +522,12 @@ impl Ledger {
                     Event::Opened { pid, .. } if pid == own => continue,
                     Event::Opened { file, pid } => (File::from(file), pid),
                     Event::Unreadable(_) => {
-                        self.unknown.files += 1;
+                        self.opened.count.files += 1;
                         self.note_missed_opens();
                         continue;
                     }
                     Event::Overflow => {
-                        self.unknown.overflows += 1;
+                        self.opened.count.overflows += 1;
                         self.note_missed_opens();
                         continue;
                     }
@@ -561,7 +536,7 @@ impl Ledger {
                 let Ok(found) =
                     statx(&file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, mask)
                 else {
-                    self.unknown.files += 1;
+                    self.opened.count.files += 1;
                     self.note_missed_opens();
                     continue;
                 };
@@ -583,11 +558,11 @@ impl Ledger {
                 match cgroup {
                     Some(cgroup) if self.note_use(mount, cgroup, object) => {}
                     Some(_) => {
-                        self.unknown.files += 1;
+                        self.opened.count.files += 1;
                         self.note_unknown_open(mount, object);
                     }
                     None => {
-                        self.unknown.openers += 1;
+                        self.opened.count.openers += 1;
                         self.note_unknown_open(mount, object);
                     }
                 }
@@ -595,6 +570,66 @@ impl Ledger {
             if budget.is_spent() || taken >= OPENS_MAX {
                 return Ok(false);
             }
+        }
+    }
+
+    /// Learns from a process of which cgroup its root is.
+    pub(super) fn learn_root(&mut self, pid: u32, cgroup: CgroupId) {
+        if let (Some(mount), Some(path)) =
+            (processes::root_mount(&self.root, pid), self.cgroups.path(cgroup))
+        {
+            self.opened.openers.learn(mount, path);
+        }
+    }
+
+    /// Learns it from all processes, before files are opened that are to be told apart.
+    pub(super) fn learn_roots(&mut self) {
+        for pid in processes::all(&self.root).unwrap_or_default() {
+            if let Ok(Some(cgroup)) = self.cgroup_of(pid) {
+                self.learn_root(pid, cgroup);
+            }
+        }
+    }
+
+    /// The cgroup that opens through a mount are credited to.
+    pub(super) fn cgroup_of_mount(&mut self, mount: u64) -> Option<CgroupId> {
+        let path = self.opened.openers.of_mount(mount)?.to_owned();
+        self.number_cgroup(&path).ok()?
+    }
+
+    /// Objects that somebody unknown opened, and when that was last, as far as their pages have
+    /// been resident since.
+    pub(super) fn unknown_uses(&self) -> impl Iterator<Item = (ObjectId, u32)> {
+        let uses = self.opened.unknown_uses(self.now());
+        uses.filter(|(object, time)| self.counts_use(*object, *time))
+    }
+
+    /// Tells the objects of which nobody knows whether somebody else uses them: somebody unknown
+    /// opened them, or opened files were missed when they were resident.
+    pub(super) fn doubt(&self) -> impl Fn(ObjectId) -> bool {
+        let unknown: HashSet<ObjectId> = self.unknown_uses().map(|(object, _)| object).collect();
+        let missed = self.opened.missed(self.now());
+        move |object| {
+            unknown.contains(&object) || missed.is_some_and(|time| self.counts_use(object, time))
+        }
+    }
+
+    fn counts_use(&self, object: ObjectId, time: u32) -> bool {
+        self.index.object(object).is_some_and(|it| it.counts_use(time))
+    }
+
+    /// Files were opened, and nobody knows which. So nothing that a search has found is known to be
+    /// unused any more.
+    pub(super) fn note_missed_opens(&mut self) {
+        self.opened.note_missed(self.now());
+        self.pressure.note_missed_opens();
+    }
+
+    /// Somebody unknown opened an object.
+    pub(super) fn note_unknown_open(&mut self, mount: SuperblockId, object: ObjectId) {
+        self.pressure.note_use(object);
+        if !self.opened.note_unknown(mount, object, self.now()) {
+            self.pressure.note_missed_opens();
         }
     }
 

@@ -34,6 +34,7 @@ mod index;
 mod live;
 mod missed;
 mod openers;
+mod opens;
 mod pagemap;
 mod pressure;
 mod reclaim;

@@ -806,7 +806,7 @@ mod tests {
         planted.search();
         planted.ledger.note_missed_opens();
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
-        planted.ledger.openers = super::super::openers::Openers::default();
+        planted.ledger.opened = super::super::opens::OpenedFiles::default();
         planted.ledger.pressure.left_behind = [2].map(ObjectId).into();
         planted.ledger.begin_round();
         planted.ledger.search_left_behind();

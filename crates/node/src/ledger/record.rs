@@ -63,6 +63,6 @@ impl Ledger {
 
     /// Events that were lost because there were too many of them.
     pub fn lost_opens(&self) -> u64 {
-        self.unknown.overflows
+        self.opened.count.overflows
     }
 }

@@ -57,8 +57,8 @@ impl Ledger {
                 processes: self.unread_processes.count,
                 images: self.index.unreadable_images(),
                 objects: self.index.unseen().count,
-                mounts: (self.superblocks.failed() + self.unmarked) as u64,
-                ..self.unknown
+                mounts: (self.superblocks.failed() + self.opened.unmarked()) as u64,
+                ..self.opened.count
             },
             warnings: self.warnings(),
         })
@@ -71,8 +71,8 @@ impl Ledger {
             format!("files opened right after a mount may be missed: inotify: {error}")
         });
         let of_opens = self
-            .unwatched_opens
-            .as_ref()
+            .opened
+            .refused()
             .map(|error| format!("opened files are not seen, only mapped ones: fanotify: {error}"));
         missed.chain(of_mounts).chain(of_opens).collect()
     }
