@@ -350,7 +350,7 @@ impl Ledger {
             used.extend(found);
             found.is_some()
         });
-        let is_whole = superblocks.end_look(root, pid);
+        let left_out = superblocks.end_look(root, pid);
         self.opened.mark_new(&mut self.superblocks, &self.root);
         let noted = if used.is_empty() { Ok(()) } else { self.note_mapped(pid, used) };
         let process = processes::directory(&self.root, pid);
@@ -358,12 +358,12 @@ impl Ledger {
         if read.as_ref().is_err_and(address_space::is_unanswered) {
             self.superblocks.keep_seen_by(pid);
         }
-        let why = match (read, noted) {
-            (Ok(true), Ok(())) if is_whole => return,
-            (Err(error), _) => error.to_string(),
-            (Ok(false), _) => "its list of mappings is too long".to_owned(),
-            (Ok(true), Err(why)) if is_whole => why,
-            (Ok(true), _) => "too much to look at, or its mounts cannot be read".to_owned(),
+        let why = match (read, left_out, noted) {
+            (Ok(true), None, Ok(())) => return,
+            (Err(error), ..) => error.to_string(),
+            (Ok(false), ..) => "its list of mappings is too long".to_owned(),
+            (Ok(true), Some(why), _) => why.to_owned(),
+            (Ok(true), None, Err(why)) => why,
         };
         // It may have ended.
         if process.exists() {

@@ -348,7 +348,7 @@ impl Ledger {
             found.by_object.entry(object).or_default().push((pid, addresses));
         });
         let has_answered = !read.as_ref().is_err_and(is_unanswered);
-        let is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false) && fits;
+        let is_whole = superblocks.end_look(root, pid).is_none() && read.unwrap_or(false) && fits;
         found.unread += u64::from(!is_whole && processes::directory(root, pid).exists());
         has_answered
     }

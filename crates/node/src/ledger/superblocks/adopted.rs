@@ -99,7 +99,7 @@ impl Superblocks {
         let (image, backend) = (mount.image()?, backend_of(mount)?);
         let domain = domain_of(mount, &image, index)?;
         if self.adopted_count >= ADOPTED_MAX {
-            self.look.is_whole = false;
+            self.look.leave_out("too many images are mounted in other mount namespaces only");
             return None;
         }
         let key = (domain, image, backend);
@@ -168,14 +168,14 @@ impl Superblocks {
         self.look.spend(steps)
     }
 
-    /// Ends the look at a process. Says whether all of it could be looked at.
-    pub(in super::super) fn end_look(&mut self, root: &Path, pid: u32) -> bool {
+    /// Ends the look at a process. Says why not all of it could be looked at, if so.
+    pub(in super::super) fn end_look(&mut self, root: &Path, pid: u32) -> Option<&'static str> {
         self.begin_look(root, pid);
         let mut look = std::mem::take(&mut self.look);
         if !self.missing.is_empty() {
             self.search_missing(&mut look);
         }
-        look.is_whole
+        look.left_out
     }
 
     /// What the mount namespace of a process shows was not unmounted.
@@ -183,7 +183,7 @@ impl Superblocks {
         let round = self.rounds;
         let shown = look.shown(&mut self.namespaces);
         let is_searched = shown.as_ref().is_some_and(|shown| shown.searched == Some(round));
-        let has_ended = shown.is_none() && look.is_whole;
+        let has_ended = shown.is_none() && look.left_out.is_none();
         if is_searched || has_ended {
             return;
         }

@@ -36,8 +36,8 @@ pub(super) struct Look {
     pub(super) root: PathBuf,
     pub(super) pid: u32,
     steps_left: u32,
-    /// Whether nothing had to be left out.
-    pub(super) is_whole: bool,
+    /// Why something had to be left out, if so.
+    pub(super) left_out: Option<&'static str>,
     seeing: Option<Seeing>,
     /// Whether what it sees could not be read: it is not tried again.
     is_blind: bool,
@@ -49,7 +49,7 @@ impl Look {
             root: root.to_owned(),
             pid,
             steps_left: STEPS_MAX,
-            is_whole: true,
+            left_out: None,
             seeing: None,
             is_blind: false,
         }
@@ -58,9 +58,16 @@ impl Look {
     /// Takes steps, or gives `None` if there are not so many left.
     pub(super) fn spend(&mut self, steps: u32) -> Option<()> {
         let left = self.steps_left.checked_sub(steps);
-        self.is_whole &= left.is_some();
+        if left.is_none() {
+            self.leave_out("there is too much to look at");
+        }
         self.steps_left = left?;
         Some(())
+    }
+
+    /// Something has to be left out. The first reason is kept.
+    pub(super) fn leave_out(&mut self, why: &'static str) {
+        self.left_out.get_or_insert(why);
     }
 
     /// What the process sees. `None` if that cannot be said: then it has ended, or the look is not
@@ -71,8 +78,11 @@ impl Look {
         }
         let shown = namespaces.of(&self.root, self.pid, &mut self.seeing);
         self.is_blind = shown.is_err();
-        let is_known = shown.as_ref().map_or_else(adopted::has_ended, |shown| shown.is_whole);
-        self.is_whole &= is_known;
+        let why = match &shown {
+            Ok(shown) => (!shown.is_whole).then_some("it sees too many mounts"),
+            Err(error) => (!adopted::has_ended(error)).then_some("its mounts cannot be read"),
+        };
+        self.left_out = self.left_out.or(why);
         shown.ok()
     }
 
@@ -86,7 +96,9 @@ impl Look {
 
     /// Notes whether the process has answered.
     fn note<T>(&mut self, asked: io::Result<T>) -> io::Result<T> {
-        self.is_whole &= !asked.as_ref().is_err_and(is_unanswered);
+        if asked.as_ref().is_err_and(is_unanswered) {
+            self.leave_out("it does not answer in time");
+        }
         asked
     }
 

@@ -158,12 +158,12 @@ fn another_filesystem_with_the_number_of_an_adopted_one_is_none_of_ours() {
         superblocks.mapped(made_up.root(), 1, &mapping(b"1000-2000"), &index)
     };
     assert_eq!(seen(&mut superblocks), Some((SuperblockId(0), ObjectId(0))));
-    assert!(superblocks.end_look(made_up.root(), 1));
+    assert_eq!(superblocks.end_look(made_up.root(), 1), None);
     for other in ["tmpfs", "overlay", "fuse.erofs"] {
         made_up.shows("a", &line(20, 64, other, "rw,inode_share"));
         superblocks.drop_adopted(&mut Changes::default());
         assert_eq!(seen(&mut superblocks), None, "{other}");
-        assert!(superblocks.end_look(made_up.root(), 1));
+        assert_eq!(superblocks.end_look(made_up.root(), 1), None);
     }
 }
 
@@ -181,7 +181,7 @@ fn adopted_superblocks_go_when_no_namespace_shows_them() {
         for _ in 0..count {
             superblocks.drop_adopted(&mut changes);
             for pid in [1, 2, 9] {
-                assert!(superblocks.end_look(made_up.root(), pid));
+                assert_eq!(superblocks.end_look(made_up.root(), pid), None);
             }
             superblocks.round_is_complete();
         }
@@ -228,13 +228,13 @@ fn pages_are_found_wherever_they_are_within_the_limit() {
     let size = 3 * pagemap::STEP * page;
     let mut look = Look::new(made_up.root(), 1);
     assert_eq!(mapped_frames(&mapping, size, &mut look).unwrap(), [(at * page, FRAME)]);
-    assert!(look.is_whole);
+    assert_eq!(look.left_out, None);
     let beyond = Mapping { offset: size, ..mapping };
     assert_eq!(mapped_frames(&beyond, size, &mut look).unwrap(), []);
     look.spend(STEPS_MAX - 3 - 2).unwrap();
     let again = Mapping { offset: 0, ..beyond };
     assert_eq!(mapped_frames(&again, size, &mut look).unwrap(), []);
-    assert!(!look.is_whole);
+    assert_eq!(look.left_out, Some("there is too much to look at"));
 }
 
 /// A reclaim read the pagemap of a mapping for all of its length, and a process can map one page
