@@ -634,7 +634,7 @@ impl Ledger {
     }
 
     /// Everything at once, whatever it takes: for whoever asks one time. What cannot be listed of
-    /// the store is among [`Unknown::images`].
+    /// the store is among [`Unknown::images`](super::Unknown::images).
     ///
     /// # Errors
     /// Those of [`Ledger::sample_processes`]; [`LedgerError::Cancelled`].

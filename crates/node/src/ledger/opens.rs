@@ -135,9 +135,11 @@ impl OpenedFiles {
         uses.filter(move |(_, time)| is_new(*time, now))
     }
 
-    /// When opened files were last missed, if that was within the last hour.
+    /// When opened files were last missed, if that was within the last hour. From the end of one
+    /// queue to the next one they are missed all the time.
     pub(super) fn missed(&self, now: u32) -> Option<u32> {
-        self.missed.filter(|time| is_new(*time, now))
+        let missed = if self.queue.is_none() { self.missed.map(|_| now) } else { self.missed };
+        missed.filter(|time| is_new(*time, now))
     }
 
     pub(super) fn remove_mounts(&mut self, mounts: &[SuperblockId]) {
@@ -195,5 +197,22 @@ mod tests {
         assert_eq!(opened.unknown_bytes(), 0);
         assert!((0..count).all(|it| opened.note_unknown(SuperblockId(it), ObjectId(7), 1)));
         assert!(opened.unknown_bytes() < 2_000_000, "{}", opened.unknown_bytes());
+    }
+
+    /// Nobody saw what was opened from the end of one queue to the next one.
+    #[test]
+    fn opened_files_are_missed_until_they_are_watched_again() {
+        let mut opened = OpenedFiles::default();
+        // Of a command that does not watch any.
+        assert_eq!(opened.missed(1), None);
+        opened.drop_queue(1);
+        let later = 2 * UNKNOWN_TICKS;
+        assert_eq!(opened.missed(later), Some(later));
+        if let Err(reason) = opened.watch(later) {
+            let test = "opened_files_are_missed_until_they_are_watched_again";
+            return eprintln!("SKIP {test}: {reason}");
+        }
+        assert_eq!(opened.missed(later + UNKNOWN_TICKS - 1), Some(later));
+        assert_eq!(opened.missed(later + UNKNOWN_TICKS), None);
     }
 }

@@ -242,6 +242,7 @@ impl Ledger {
 
     fn begin_round(&mut self) {
         self.pressure.pressed.clear();
+        self.pressure.unused = HashSet::new();
         if self.pressure.policy.bytes > 0 {
             // A limit may be that of a cgroup above the one with the processes. Of a deep chain
             // only its topmost cgroups and that one are looked at.
@@ -771,7 +772,11 @@ mod tests {
         planted.ledger.pressure.left_behind = [3, 4].map(ObjectId).into();
         planted.press(&["/pod/a"], 1);
         planted.write("proc/pressure/memory", &psi("20.00", "0.00"));
-        planted.ledger.drop_opens();
+        if let Err(reason) = planted.ledger.watch_opens() {
+            let test = "nothing_goes_while_opened_files_may_have_been_missed";
+            return eprintln!("SKIP {test}: {reason}");
+        }
+        planted.ledger.note_missed_opens();
         let of_a = Scope::Cgroups("/pod/a".to_owned(), [a].into());
         let left_alone = |ledger: &Ledger| {
             let found = ledger.candidates(&of_a);
