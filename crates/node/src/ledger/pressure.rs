@@ -481,7 +481,8 @@ mod tests {
     impl Planted {
         fn new(version: Version) -> Self {
             let root = tempfile::tempdir().unwrap();
-            let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
+            let store =
+                Store::init(&root.path().join("store"), &InitOptions { immutable: false }).unwrap();
             let mut ledger = Ledger::new(store.clone(), RunDir::at(root.path().join("run")));
             ledger.root = root.path().to_owned();
             let hierarchy = Hierarchy::at(version, &root.path().join("cgroup"));

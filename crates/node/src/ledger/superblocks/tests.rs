@@ -58,7 +58,8 @@ impl Proc {
 
     /// A store with an image of one file, which [`adopted`] shows.
     fn store(&self) -> Store {
-        let store = Store::init(&self.root().join("store"), &InitOptions::default()).unwrap();
+        let store =
+            Store::init(&self.root().join("store"), &InitOptions { immutable: false }).unwrap();
         let directory = self.root().join("image");
         fs::create_dir(&directory).unwrap();
         fs::write(directory.join("file"), ONE_PAGE).unwrap();
