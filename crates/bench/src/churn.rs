@@ -149,7 +149,7 @@ const DYING_CONTAINERS: u32 = 10_000;
 const CONTROL_MAX: u32 = 1000;
 /// Dying cgroups that the control has to exceed: otherwise few of them over warmed images prove
 /// nothing.
-const CONTROL_DYING_MIN: u64 = 100;
+const CONTROL_DYING_MIN: usize = 100;
 
 /// How long none of them has to go before they count.
 const DYING_QUIET: Duration = Duration::from_secs(5);
@@ -188,8 +188,8 @@ struct Left {
     /// Memory cgroups of the whole machine that were removed and stay.
     dying_before: u64,
     dying_after: u64,
-    /// What the containers' cgroups bound: see [`dying::at_most_below`].
-    dying_at_most: u64,
+    /// Those of the containers: see [`dying::with_dying_below`].
+    dying_left: usize,
 }
 
 /// A container that has ended: its number, when it had begun, and when it was about to end.
@@ -221,6 +221,8 @@ struct Churn<'a> {
     commons: Option<Commons>,
     /// Whether containers with a writable mount write 4 KiB.
     write: bool,
+    /// If containers are to be short-lived: one that stays for each, above its own.
+    cgroups_above: Option<Vec<Cgroup>>,
 }
 
 pub(super) fn run(args: &Args) -> Outcome {
@@ -260,6 +262,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         gone: Vec::new(),
         commons: None,
         write: true,
+        cgroups_above: args.short_lived.then(Vec::new),
     };
     if args.short_lived {
         return short_lived(args, &work, &mut churn, &signals.cancel, &say);
@@ -332,11 +335,11 @@ fn short_lived(
         let ended = churn.end_all();
         let left = cleanup::result(cancel, left, ended)?;
         say(&format!(
-            "{}: {} dying cgroups, {} before; at most {} are the containers'",
+            "{}: {} dying cgroups, {} before; {} are the containers'",
             left.how(),
             left.dying_after,
             left.dying_before,
-            left.at_most()
+            left.dying_left
         ));
         found.left.push(left);
     }
@@ -348,11 +351,6 @@ fn short_lived(
 }
 
 impl Left {
-    /// At most so many cgroups of the containers stay.
-    fn at_most(&self) -> u64 {
-        self.dying_at_most.min(self.containers.into())
-    }
-
     fn how(&self) -> &'static str {
         match (self.warmed, self.wrote) {
             (true, false) => "warmed, containers that read",
@@ -365,14 +363,15 @@ impl Left {
 impl ShortLived {
     fn table(&self) -> String {
         let mut text = String::from(
-            "| images | containers | dying cgroups of the machine before | after | at most of the containers |\n\
+            "| images | containers | dying cgroups of the machine before | after | those of the containers |\n\
              |---|--:|--:|--:|--:|\n",
         );
         for it in &self.left {
-            let (how, at_most) = (it.how(), it.at_most());
-            let Left { containers, dying_before, dying_after, .. } = it;
-            text +=
-                &format!("| {how} | {containers} | {dying_before} | {dying_after} | {at_most} |\n");
+            let Left { containers, dying_before, dying_after, dying_left, .. } = it;
+            let how = it.how();
+            text += &format!(
+                "| {how} | {containers} | {dying_before} | {dying_after} | {dying_left} |\n"
+            );
         }
         for control in self.left.iter().filter(|it| !it.warmed) {
             text += &format!("\n{}\n", control_says(control));
@@ -383,7 +382,7 @@ impl ShortLived {
     /// A smaller run cannot meet the goal, but it can miss it.
     #[allow(clippy::cast_precision_loss, reason = "a count of cgroups")]
     fn goals(&self) -> Goals {
-        let left = |it: &Left| it.at_most() as f64;
+        let left = |it: &Left| it.dying_left as f64;
         let warmed = || self.left.iter().filter(|it| it.warmed);
         let is_judged =
             warmed().all(|it| it.containers >= DYING_CONTAINERS || left(it) > DYING_MAX);
@@ -399,7 +398,7 @@ impl ShortLived {
     fn ensure_it_shows_something(&self) -> Result<()> {
         for control in self.left.iter().filter(|it| !it.warmed) {
             ensure!(
-                control.containers < CONTROL_MAX || more(control) > CONTROL_DYING_MIN,
+                control.containers < CONTROL_MAX || control.dying_left > CONTROL_DYING_MIN,
                 "{} It has to leave more than {CONTROL_DYING_MIN}. With fewer --profile-files it \
                  leaves more",
                 control_says(control)
@@ -410,17 +409,10 @@ impl ShortLived {
 }
 
 /// What the containers without warming show.
-/// How many more the control left on the machine. Others that went meanwhile make it less.
-fn more(control: &Left) -> u64 {
-    control.dying_after.saturating_sub(control.dying_before)
-}
-
 fn control_says(control: &Left) -> String {
-    match more(control) {
-        more if more > CONTROL_DYING_MIN => format!("The control left {more} more than before."),
-        more if more > 0 => {
-            format!("The control left only {more} more than before: the figure shows nothing.")
-        }
+    match control.dying_left {
+        left if left > CONTROL_DYING_MIN => format!("The control left {left}."),
+        left if left > 0 => format!("The control left only {left}: the figure shows nothing."),
         _ => "The control leaves none on this kernel: the figure shows nothing.".to_owned(),
     }
 }
@@ -710,7 +702,11 @@ impl Churn<'_> {
         let access = if is_writable { Access::Writable } else { Access::ReadOnly };
         let digest: Digest = self.images.digests[image];
         let request = MountRequest { access, ..MountRequest::new(digest, target.clone()) };
-        let cgroup = self.hierarchy.create(&format!("{CONTAINERS}/{number}"))?;
+        let mut cgroup = self.hierarchy.create(&format!("{CONTAINERS}/{number}"))?;
+        if let Some(above) = &mut self.cgroups_above {
+            above.push(cgroup);
+            cgroup = self.hierarchy.create(&format!("{CONTAINERS}/{number}/container"))?;
+        }
         let workers = Workers::new()?;
         let started = Instant::now();
         self.mounter().mount(&request)?;
@@ -778,9 +774,10 @@ impl Churn<'_> {
             self.end_oldest()?;
         }
         let dying_after = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
-        let dying_at_most = dying::at_most_below(&self.hierarchy, CONTAINERS)?;
+        let above = self.cgroups_above.as_deref().unwrap_or_default();
+        let dying_left = dying::with_dying_below(&self.hierarchy, above)?;
         let wrote = self.write;
-        Ok(Left { warmed, wrote, containers, dying_before, dying_after, dying_at_most })
+        Ok(Left { warmed, wrote, containers, dying_before, dying_after, dying_left })
     }
 
     /// Ends all containers, and removes the standing cgroups: had the commons been removed before
@@ -788,6 +785,7 @@ impl Churn<'_> {
     fn end_all(&mut self) -> Result<()> {
         let containers = std::mem::take(&mut self.containers);
         let ended = for_all(containers, |container| self.end(container).map(drop));
+        self.cgroups_above.iter_mut().for_each(Vec::clear);
         let removed = for_all([COMMONS, CONTAINERS], |it| Ok(self.hierarchy.remove(it)?));
         ended.and(removed).and(cleanup::ensure_nothing_is_left(
             &self.hierarchy,
@@ -826,16 +824,16 @@ mod tests {
         Turns { containers, turns: pairs.map(|(ledger, p99_ms)| turn(ledger, p99_ms)).collect() }
     }
 
-    /// Containers, dying cgroups before and after, and at most of the containers.
+    /// Containers, dying cgroups before and after, and those of the containers.
     fn short_lived(warmed: [u64; 4], control: [u64; 4]) -> ShortLived {
         let left = [(true, warmed), (false, control)];
-        let left = left.map(|(warmed, [containers, before, after, at_most])| Left {
+        let left = left.map(|(warmed, [containers, before, after, left])| Left {
             warmed,
             wrote: false,
             containers: u32::try_from(containers).unwrap(),
             dying_before: before,
             dying_after: after,
-            dying_at_most: at_most,
+            dying_left: usize::try_from(left).unwrap(),
         });
         ShortLived { left: left.into() }
     }
@@ -845,13 +843,13 @@ mod tests {
     #[test]
     fn a_control_that_leaves_few_cgroups_shows_nothing() {
         let control =
-            |containers, after| short_lived([10_000, 0, 3, 3], [containers, 10, after, 900]);
-        let error = control(1000, 69).ensure_it_shows_something().unwrap_err().to_string();
-        assert!(error.starts_with("The control left only 59 more than before"), "{error}");
-        control(1000, 7).ensure_it_shows_something().unwrap_err();
-        control(1000, 111).ensure_it_shows_something().unwrap();
+            |containers, left| short_lived([10_000, 0, 3, 3], [containers, 10, 900, left]);
+        let error = control(1000, 59).ensure_it_shows_something().unwrap_err().to_string();
+        assert!(error.starts_with("The control left only 59: "), "{error}");
+        control(1000, 100).ensure_it_shows_something().unwrap_err();
+        control(1000, 101).ensure_it_shows_something().unwrap();
         // On Linux 7.2 no control leaves any, and 500 containers were fewer than it needs.
-        let guest = control(500, 10);
+        let guest = control(500, 0);
         guest.ensure_it_shows_something().unwrap();
         let none = "The control leaves none on this kernel: the figure shows nothing.";
         assert!(guest.table().contains(none), "{}", guest.table());
@@ -862,7 +860,7 @@ mod tests {
     /// they liked.
     #[test]
     fn what_is_left_is_judged() {
-        let exit = |warmed| short_lived(warmed, [1000, 0, 500, 900]).goals().exit();
+        let exit = |warmed| short_lived(warmed, [1000, 0, 500, 500]).goals().exit();
         assert_eq!(exit([10_000, 20, 30, 10]), Exit::Ok);
         assert_eq!(exit([10_000, 20, 31, 11]), Exit::Failure);
         // 35 of 40 older ones have gone.
@@ -870,8 +868,8 @@ mod tests {
         assert_eq!(exit([500, 0, 11, 11]), Exit::Failure);
         let smaller = short_lived([500, 0, 10, 10], [500, 0, 0, 0]).goals();
         assert!(smaller.table().contains("the goal is of another size"), "{}", smaller.table());
-        // Several pages can hold one cgroup, and there were no more than the containers'.
-        assert_eq!(exit([10, 0, 11, 30]), Exit::Ok);
+        // The others are not the containers'.
+        assert_eq!(exit([500, 0, 11, 9]), Exit::Ok);
     }
 
     /// One opened file in one of nine turns was enough, and lost ones did not matter.

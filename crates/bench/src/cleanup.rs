@@ -31,24 +31,24 @@ pub(crate) fn result<T>(cancel: &Cancel, measured: Result<T>, taken_down: Result
     Ok(measured)
 }
 
-/// Paths of the cgroups at the top of the hierarchy whose names begin with `prefix`, each behind
-/// its children.
+/// Paths of the cgroups at the top of the hierarchy whose names begin with `prefix`, and of all
+/// below them, each behind its children.
 fn cgroups(hierarchy: &Hierarchy, prefix: &str) -> Result<Vec<String>> {
-    let children = |of: &str| -> Result<Vec<String>> {
-        let mut found = Vec::new();
-        for entry in fs::read_dir(hierarchy.directory(of))? {
+    let mut found = Vec::new();
+    let mut open = vec![String::new()];
+    while let Some(parent) = open.pop() {
+        for entry in fs::read_dir(hierarchy.directory(&parent))? {
             let entry = entry?;
-            if entry.file_type()?.is_dir() {
-                found.extend(entry.file_name().into_string().ok());
+            let name = entry.file_name().into_string().unwrap_or_default();
+            if entry.file_type()?.is_dir() && (!parent.is_empty() || name.starts_with(prefix)) {
+                open.push(format!("{parent}/{name}"));
             }
         }
-        Ok(found)
-    };
-    let mut found = Vec::new();
-    for name in children("")?.into_iter().filter(|name| name.starts_with(prefix)) {
-        found.extend(children(&name)?.into_iter().map(|child| format!("{name}/{child}")));
-        found.push(name);
+        found.push(parent);
     }
+    found.reverse();
+    // Not the top.
+    found.pop();
     Ok(found)
 }
 

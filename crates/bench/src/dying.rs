@@ -1,15 +1,17 @@
 //! Dying cgroups: they were removed, and live on while page cache or kernel objects are charged to them.
 
 use std::{
+    collections::HashSet,
     fs::{self, File},
-    os::unix::fs::{FileExt as _, MetadataExt as _},
+    io::Read as _,
+    os::unix::fs::MetadataExt as _,
     path::Path,
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
-use cofolio_node::cgroup::{Hierarchy, Version, field};
+use cofolio_node::cgroup::{Cgroup, Hierarchy, Version, field};
 
 /// Dying memory cgroups of the whole machine: `nr_dying_descendants` of version 2; of version 1, what
 /// `/proc/cgroups` counts less the directories.
@@ -41,15 +43,21 @@ pub(crate) fn settled_count(hierarchy: &Hierarchy, quiet: Duration) -> Result<u6
     Ok(lowest)
 }
 
-/// At most so many cgroups that were removed below this one stay, whatever others on the machine
-/// do. In version 2 the kernel counts them. In version 1 these are the folios that are charged to
-/// them: a cgroup that stays is held by at least one, because the kernel hands the charge of its
-/// own objects to the cgroup above.
-pub(crate) fn at_most_below(hierarchy: &Hierarchy, cgroup: &str) -> Result<u64> {
-    let directory = hierarchy.directory(cgroup);
+/// How many of these cgroups have one below them that was removed and stays, whatever others on the
+/// machine do. In version 2 the kernel says so. In version 1 these are the ones that a page is
+/// charged to: they have no processes, there a page of a removed cgroup is its nearest ancestor's
+/// that exists, and the kernel hands the charge of its own objects to the cgroup above.
+pub(crate) fn with_dying_below(hierarchy: &Hierarchy, cgroups: &[Cgroup]) -> Result<usize> {
+    let directories = cgroups.iter().map(Cgroup::directory);
     match hierarchy.version() {
-        Version::V1 => charged_folios(directory.metadata()?.ino()),
-        Version::V2 => dying_descendants(&directory),
+        Version::V1 => {
+            let inodes = directories.map(|it| Ok(it.metadata()?.ino()));
+            Ok(charged(&inodes.collect::<Result<_>>()?)?)
+        }
+        Version::V2 => {
+            let dying = directories.map(dying_descendants).collect::<Result<Vec<_>>>()?;
+            Ok(dying.into_iter().filter(|dying| *dying > 0).count())
+        }
     }
 }
 
@@ -58,27 +66,19 @@ fn dying_descendants(directory: &Path) -> Result<u64> {
     field(&stat, "nr_dying_descendants").context("no nr_dying_descendants")
 }
 
-/// Folios that `/proc/kpagecgroup` has for a cgroup, by the inode number of its directory. There a
-/// page of a removed cgroup is its nearest ancestor's that exists.
-fn charged_folios(cgroup: u64) -> Result<u64> {
-    // Of `include/uapi/linux/kernel-page-flags.h`.
-    const COMPOUND_TAIL: u64 = 1 << 16;
-    let open = |path| File::open(path).with_context(|| format!("cannot open {path}"));
-    let (cgroups, flags) = (open("/proc/kpagecgroup")?, open("/proc/kpageflags")?);
-    let (mut frame, mut folios) = (0_u64, 0);
+/// How many of these cgroups `/proc/kpagecgroup` names, by the inode numbers of their directories.
+fn charged(cgroups: &HashSet<u64>) -> Result<usize> {
+    let path = "/proc/kpagecgroup";
+    let mut pages = File::open(path).with_context(|| format!("cannot open {path}"))?;
+    let mut found = HashSet::new();
     let mut entries = vec![0; 1 << 20];
     loop {
-        let read = cgroups.read_at(&mut entries, frame * 8)? / 8;
-        for entry in entries[..read * 8].chunks_exact(8) {
-            if entry == cgroup.to_ne_bytes() {
-                let mut of_page = [0; 8];
-                flags.read_exact_at(&mut of_page, frame * 8)?;
-                folios += u64::from(u64::from_ne_bytes(of_page) & COMPOUND_TAIL == 0);
-            }
-            frame += 1;
-        }
+        // It reads whole entries, as many as are asked for unless it ends.
+        let read = pages.read(&mut entries)?;
+        let inodes = entries[..read].chunks_exact(8).filter_map(|it| it.try_into().ok());
+        found.extend(inodes.map(u64::from_ne_bytes).filter(|inode| cgroups.contains(inode)));
         if read == 0 {
-            return Ok(folios);
+            return Ok(found.len());
         }
     }
 }

@@ -200,7 +200,7 @@ fn short_lived_containers_come_and_go_over_warmed_images_and_others() {
     let how = |it: &Value| json!([it["warmed"], it["wrote"], it["containers"]]);
     let runs = [json!([true, false, 3]), json!([true, true, 3]), json!([false, false, 3])];
     assert_eq!(left.iter().map(how).collect::<Vec<_>>(), runs);
-    let counts = ["dying_before", "dying_after", "dying_at_most"];
+    let counts = ["dying_before", "dying_after", "dying_left"];
     assert!(left.iter().all(|it| counts.iter().all(|count| it[count].is_u64())), "{result}");
     images.assert_nothing_is_left();
 }

@@ -189,8 +189,8 @@ fn a_signal_ends_waiting_for_a_lock() {
     }
 }
 
-/// `mount`, `bundle` and `run` read an image ahead when it is mounted already. Ctrl-C ended `mount` and
-/// `bundle` there, and the mount stayed without a word; `run` ended the process that reads and
+/// `mount`, `bundle` and `run` read an image ahead when it is mounted already. Ctrl-C ended `mount`
+/// and `bundle` there, and the mount stayed without a word; `run` ended the process that reads and
 /// started the container.
 #[test]
 fn a_signal_while_an_image_is_read_ahead_undoes_the_mount() {

@@ -341,8 +341,8 @@ impl Due {
         if self.is_its_turn { relieve.or(due) } else { due.or(relieve) }
     }
 
-    /// A part of a step was taken. If the step is complete, or goes on in turn with the others, it is
-    /// due again after a period, behind the others.
+    /// A part of a step was taken. If the step is complete, or goes on in turn with the others, it
+    /// is due again after a period, behind the others.
     fn stepped(&mut self, step: Step, is_complete: bool) {
         let relieves = step == Step::Relieve;
         if relieves {
@@ -390,8 +390,8 @@ mod tests {
         assert!(round.contains(&Step::Report) && round.contains(&Step::Refresh));
     }
 
-    /// No figure was taken, and no report made, until all was dropped that a round of the policy had
-    /// found: hours, with many cgroups under pressure.
+    /// No figure was taken, and no report made, until all was dropped that a round of the policy
+    /// had found: hours, with many cgroups under pressure.
     #[test]
     fn figures_are_taken_while_the_policy_drops() {
         let mut due = Due::new();

@@ -283,6 +283,11 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
+    /// Its directory.
+    pub fn directory(&self) -> &Path {
+        &self.path
+    }
+
     /// The file that a process writes its id (or 0) to, to enter.
     pub fn procs(&self) -> PathBuf {
         self.path.join("cgroup.procs")

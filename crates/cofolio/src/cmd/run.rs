@@ -466,9 +466,9 @@ fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<Receiver<
     Ok(held)
 }
 
-/// From now on signals go to the runtime, which passes them on to the container, and so do those that
-/// came while it was started. Once it has ended, they end the copying of its output, which somebody
-/// may not read.
+/// From now on signals go to the runtime, which passes them on to the container, and so do those
+/// that came while it was started. Once it has ended, they end the copying of its output, which
+/// somebody may not read.
 fn pass_on(
     mut signals: SignalsInfo<WithOrigin>,
     runtime: u32,

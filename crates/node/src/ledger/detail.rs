@@ -267,8 +267,8 @@ impl Ledger {
 mod tests {
     use super::*;
 
-    /// All paths of an image were collected before the first ones were taken: 200,000 hard links in a
-    /// directory with a name of 4,000 bytes were 800 MB.
+    /// All paths of an image were collected before the first ones were taken: 200,000 hard links in
+    /// a directory with a name of 4,000 bytes were 800 MB.
     #[test]
     fn a_list_of_files_has_a_bound() {
         let paths = |first: First| -> Vec<_> {

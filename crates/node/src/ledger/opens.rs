@@ -1,5 +1,5 @@
-//! Files that are opened on mounts of ours: the kernel's queue of them, and what is not known of who
-//! opened them.
+//! Files that are opened on mounts of ours: the kernel's queue of them, and what is not known of
+//! who opened them.
 //!
 //! | what is known of an open | what it counts as |
 //! |---|---|

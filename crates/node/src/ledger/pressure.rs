@@ -681,8 +681,8 @@ mod tests {
         assert_eq!(planted.pressed(), [""; 0]);
     }
 
-    /// A round walked all usage lists once for each cgroup under pressure. With some hundred of them
-    /// and full lists that took hours.
+    /// A round walked all usage lists once for each cgroup under pressure. With some hundred of
+    /// them and full lists that took hours.
     #[test]
     fn one_walk_finds_what_all_cgroups_under_pressure_alone_use() {
         let mut planted = Planted::new(Version::V2);
