@@ -29,7 +29,7 @@ struct Goal {
 enum Verdict {
     Met,
     /// The figure is within the bound, but its interval reaches beyond: other rounds might miss it.
-    NotShownToBeWorse,
+    NotProved,
     Missed,
     NoGoal,
     /// The run was smaller than the goal: its figure proves nothing.
@@ -69,7 +69,7 @@ impl Goals {
         let verdict = match (self.is_of_this_size, found <= at_most) {
             (false, _) => Verdict::OtherSize,
             (true, true) if is_certain => Verdict::Met,
-            (true, true) => Verdict::NotShownToBeWorse,
+            (true, true) => Verdict::NotProved,
             (true, false) => Verdict::Missed,
         };
         self.with(Goal {
@@ -100,7 +100,7 @@ impl Goals {
         for Goal { what, found, interval, at_most, unit, verdict } in &self.list {
             let verdict = match verdict {
                 Verdict::Met => "met",
-                Verdict::NotShownToBeWorse => "not shown to be worse",
+                Verdict::NotProved => "not proved",
                 Verdict::NoGoal => "",
                 Verdict::Missed => "MISSED",
                 Verdict::OtherSize => "the goal is of another size",
@@ -153,7 +153,7 @@ mod tests {
             Goals::new("9 pairs", true).at_most_with_interval("p99", found, interval, 1.1, "")
         };
         let unsure = of(1.044, Some([0.752, 1.131]));
-        let line = "| p99 | 1.044 (95 %: 0.752 to 1.131) | 1.1 | not shown to be worse |\n";
+        let line = "| p99 | 1.044 (95 %: 0.752 to 1.131) | 1.1 | not proved |\n";
         assert!(unsure.table().contains(line), "{}", unsure.table());
         assert_eq!(unsure.exit(), Exit::Ok);
         assert!(of(1.044, Some([0.9, 1.1])).table().contains("| met |"));

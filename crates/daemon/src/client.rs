@@ -290,8 +290,8 @@ mod tests {
         }
     }
 
-    /// A daemon that had no room even for a refusal was taken for one that is not there. It closes the
-    /// connection at any moment until it would answer.
+    /// A daemon that had no room even for a refusal was taken for one that is not there. It closes
+    /// the connection at any moment until it would answer.
     #[test]
     fn a_closed_connection_is_no_answer() {
         let is_closed = |got: Result<Vec<u32>, ClientError>| {

@@ -174,8 +174,8 @@ pub(crate) enum Way {
 }
 
 impl MountRecord {
-    /// Where the kernel's list of mounts has it: live there, covered, or gone. A mount that cannot be
-    /// looked at counts as covered, never as gone.
+    /// Where the kernel's list of mounts has it: live there, covered, or gone. A mount that cannot
+    /// be looked at counts as covered, never as gone.
     pub(crate) fn look_up<'m>(
         &self,
         mounts: &'m [KernelMount],

@@ -327,9 +327,9 @@ fn kept_in(dir: &Path) -> Result<Option<KeptChanges>, MountError> {
 pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<KeptChanges>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
-    // A directory is in use if a mount has its inode, as a bind mount shows the store at another path,
-    // or its name, as no filesystem is asked that need not answer. No two directories of changes have
-    // one name.
+    // A directory is in use if a mount has its inode, as a bind mount shows the store at another
+    // path, or its name, as no filesystem is asked that need not answer. No two directories of
+    // changes have one name.
     let inode = |opened: rustix::io::Result<OwnedFd>| {
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
         let found = rustix::fs::statx(opened.ok()?, "", flags, StatxFlags::INO).ok()?;

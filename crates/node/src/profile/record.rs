@@ -104,8 +104,8 @@ fn record_new(
         Err(_) => _ = held.shutdown(Shutdown::Write),
     }
     if recorded.is_ok() && task.check().is_err() && matches!(child.try_wait(), Ok(None)) {
-        // Ctrl-C at a terminal reaches only our process group, and SIGTERM only us. Some programs end
-        // only at SIGINT.
+        // Ctrl-C at a terminal reaches only our process group, and SIGTERM only us. Some programs
+        // end only at SIGINT.
         let _ = kill_process(Pid::from_child(&child), Signal::INT);
     }
     end(&mut child, containers, name, answer.is_finished(), task)?;
