@@ -907,9 +907,7 @@ mod tests {
         let noisy = pairs([1.05, 5.0, 1.06, 1.0, 1.0, 1.07, 1.08, 3.0, 1.2]);
         let goals = turns(1000, &noisy).goals(9);
         assert_eq!(goals.exit(), Exit::Ok);
-        assert!(
-            goals.table().contains("| 1.07 (95 %: 1.000 to 3.000) | 1.1 | not proved |")
-        );
+        assert!(goals.table().contains("| 1.07 (95 %: 1.000 to 3.000) | 1.1 | not proved |"));
         assert!(goals.table().contains("| 1 (95 %: 1.000 to 1.000) | 1.1 | met |"));
         let slower = pairs([1.2, 1.0, 1.3, 1.2, 1.0, 1.0, 1.2, 1.2, 0.7]);
         assert_eq!(turns(1000, &slower).goals(9).exit(), Exit::Failure);

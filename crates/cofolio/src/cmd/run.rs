@@ -334,7 +334,13 @@ fn attend(
     if let Some(path) = &output {
         append(path).with_context(|| format!("opening {}", path.display()))?;
     }
+    // Until it runs, signals cancel the start.
+    let starting = Cancellable::begin()?;
     let running = containers.start_detached(request, output)?;
+    if let Err(cancelled) = starting.cancel.check() {
+        containers.remove(running.container)?;
+        return Err(cancelled.into());
+    }
     let container = &running.container;
     if context.ui.json {
         context.ui.json(&json!({"name": container.name(), "rootfs": container.rootfs()}))?;
@@ -344,6 +350,8 @@ fn attend(
     std::io::stdout().flush()?;
     ready.write_all(b".")?;
     drop(ready);
+    interrupt::release();
+    drop(starting);
     // From here on errors have no reader.
     let _ = cofolio_sys::process::silence();
     let _ = rustix::process::setsid();

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::ops::Deref;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,14 @@ impl Machine {
         let listed = self.run(&["ps", "--json"]);
         let listed: Value = serde_json::from_str(&listed.stdout).unwrap_or_default();
         listed.as_array().cloned().unwrap_or_default()
+    }
+
+    /// A program of this name, which takes the place of a runtime.
+    pub(crate) fn script(&self, name: &str, text: &str) -> String {
+        let path = self.path(name);
+        fs::write(&path, format!("#!/bin/sh\n{text}")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path.to_str().unwrap().to_owned()
     }
 
     /// `cofolio run [options] box:1 -- sh -c script`

@@ -1,11 +1,12 @@
 //! What is started, from where, and what is said where it is not.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use crate::common::machine::{Machine, contains, machine};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::machine::{Machine, contains, machine, until};
 use crate::common::registry::Registry;
 use crate::common::{Ran, Sandbox, program, real_redis, run_with_input, skip};
 
@@ -128,9 +129,8 @@ fn a_runtime_that_fails_half_way_leaves_no_cgroup() {
         return;
     };
     let made = machine.path("made");
-    let runtime = machine.path("crun");
     let script = format!(
-        r#"#!/bin/sh
+        r#"
 while [ $# -gt 1 ]; do
     case $1 in --bundle) bundle=$2 ;; --log) log=$2 ;; esac
     shift
@@ -144,15 +144,88 @@ exit 1
 "#,
         made.display()
     );
-    fs::write(&runtime, script).unwrap();
-    fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755)).unwrap();
-    let ran = machine.run(&["run", "--runtime", runtime.to_str().unwrap(), "box:1"]);
+    let runtime = machine.script("crun", &script);
+    let ran = machine.run(&["run", "--runtime", &runtime, "box:1"]);
     ran.fails_with(125);
     assert!(ran.stderr.contains("Invalid argument"), "{}", ran.stderr);
     let made = fs::read_to_string(made).unwrap();
     assert!(!made.is_empty());
     for cgroup in made.lines() {
         assert!(!Path::new(cgroup).exists(), "{cgroup}");
+    }
+}
+
+/// The kernel can kill a runtime for want of memory. One that had made the container's process, and had
+/// not written its state yet, left it: `run` removed the record, and only SIGKILL by hand ended it.
+#[test]
+fn a_killed_runtime_leaves_no_process() {
+    let Some((machine, _)) = machine("a_killed_runtime_leaves_no_process") else { return };
+    let made = machine.path("made");
+    let runtime = machine.script(
+        "crun",
+        &format!(
+            r#"
+while [ $# -gt 1 ]; do [ "$1" != --bundle ] || bundle=$2; shift; done
+cgroup=$(sed 's/.*"cgroupsPath":"\([^"]*\)".*/\1/' "$bundle/config.json")
+for top in /sys/fs/cgroup /sys/fs/cgroup/pids; do
+    [ -e "$top/cgroup.procs" ] && mkdir -p "$top$cgroup" && break
+done
+sleep 1000 <&- >&- 2>&- &
+echo $! >{}
+echo $! >"$top$cgroup/cgroup.procs"
+kill -KILL $$
+"#,
+            made.display()
+        ),
+    );
+    machine.run(&["run", "--detach", "--runtime", &runtime, "box:1"]).fails_with(125);
+    let pid = fs::read_to_string(made).unwrap();
+    let state = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
+    assert!(state.is_empty() || state.contains(") Z "), "{state}");
+    machine.assert_clean();
+}
+
+/// Ctrl-C killed `run --detach` between the runtime's `create` and its `start`. The container never
+/// started, and ran for good.
+#[test]
+fn a_signal_while_a_detached_container_starts_leaves_nothing() {
+    let test = "a_signal_while_a_detached_container_starts_leaves_nothing";
+    let Some((machine, runtimes)) = machine(test) else { return };
+    for (number, runtime) in runtimes.into_iter().enumerate() {
+        let [created, go] = ["created", "go"].map(|name| machine.path(&format!("{name}{number}")));
+        let wrapper = machine.script(
+            runtime,
+            &format!(
+                r#"
+{runtime} "$@"
+status=$?
+case "$*" in *" create "*) touch {}; until [ -e {} ]; do sleep 0.01; done ;; esac
+exit $status
+"#,
+                created.display(),
+                go.display()
+            ),
+        );
+        let mut command = machine.command(&["run", "-d", "--runtime", &wrapper, "box:1"]);
+        let mut child = command.stderr(Stdio::null()).spawn().unwrap();
+        until("it is created", || created.exists().then_some(()));
+        // The process that the user waits for, and the one that stays.
+        let is_ours = |pid: &u32| {
+            let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.contains("\0run\0") && line.contains(&wrapper)
+        };
+        let names = fs::read_dir("/proc").unwrap().flatten();
+        let pids = names.filter_map(|it| it.file_name().to_str()?.parse::<u32>().ok());
+        let ours: Vec<u32> = pids.filter(is_ours).collect();
+        assert_eq!(ours.len(), 2, "{ours:?}");
+        for pid in ours {
+            let pid = Pid::from_raw(pid.cast_signed()).unwrap();
+            kill_process(pid, Signal::INT).unwrap();
+        }
+        fs::write(go, "").unwrap();
+        child.wait().unwrap();
+        until("nothing is left", || machine.containers().is_empty().then_some(()));
+        machine.assert_clean();
     }
 }
 

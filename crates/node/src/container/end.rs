@@ -54,11 +54,33 @@ impl Containers<'_> {
         if container.state.join(&record.name).exists() {
             record.runtime.ask(&container.state, &["delete", "--force", &record.name])?;
         }
+        self.kill_left(&record.name, &record.cgroup)?;
         // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.
         if container.refusal().is_some() {
             self.cgroup_dirs(&record.cgroup)?.for_each(|dir| remove_cgroup(&dir));
         }
         self.unmount(&container.rootfs())
+    }
+
+    /// Kills what is left in a container's cgroup: a runtime that was killed before it wrote its
+    /// state does not know the process that it has made.
+    fn kill_left(&self, name: &str, cgroup: &str) -> Result<()> {
+        let until = Instant::now() + KILLED_PATIENCE;
+        while let Some(pid) = self.process_in(cgroup)? {
+            let handle = pidfd(pid).ok();
+            // The number may be another one's by now.
+            if let Some(handle) = &handle
+                && self.process_in(cgroup)? == Some(pid)
+            {
+                let _ = rustix::process::pidfd_send_signal(handle, Signal::KILL);
+                ends_within(handle, KILLED_PATIENCE);
+            }
+            if Instant::now() >= until {
+                return Err(RunError::StillRunning(name.to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     fn unmount(&self, rootfs: &Path) -> Result<Option<PathBuf>> {

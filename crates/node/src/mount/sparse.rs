@@ -220,7 +220,9 @@ pub(super) fn ask(
     }
     match used_dir(at, upper)? {
         Some(dir) => {
-            Err(busy(at, format!("a socket, or the kernel, holds a file of {}", dir.display())))
+            let dir = dir.display();
+            let who = "a socket, the kernel or a stopped `cofolio serve`";
+            Err(busy(at, format!("{who} holds a file of {dir}")))
         }
         None => Ok(ids),
     }
