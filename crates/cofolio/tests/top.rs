@@ -117,7 +117,8 @@ struct Session {
 }
 
 impl Session {
-    fn start(sandbox: &Sandbox, args: &[&str]) -> Self {
+    /// The program, and both ends of its terminal.
+    fn open(sandbox: &Sandbox, args: &[&str]) -> (Killed, File, OwnedFd) {
         let master =
             openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         grantpt(&master).unwrap();
@@ -131,8 +132,11 @@ impl Session {
         command.arg(cofolio()).arg("top").args(args).env("TERM", "xterm");
         command.stdin(slave.try_clone().unwrap());
         command.stdout(slave.try_clone().unwrap()).stderr(slave.try_clone().unwrap());
-        let child = Killed::start(&mut command);
-        let master = File::from(master);
+        (Killed::start(&mut command), master.into(), slave.into())
+    }
+
+    fn start(sandbox: &Sandbox, args: &[&str]) -> Self {
+        let (child, master, slave) = Self::open(sandbox, args);
         let (sender, output) = mpsc::channel();
         let mut reader = master.try_clone().unwrap();
         std::thread::spawn(move || {
@@ -143,7 +147,7 @@ impl Session {
                 }
             }
         });
-        Self { child, master, slave: slave.into(), output, seen: String::new() }
+        Self { child, master, slave, output, seen: String::new() }
     }
 
     fn press(&mut self, keys: &str) {
@@ -245,6 +249,29 @@ fn keys_on_a_terminal() {
         session.seen.clear();
         kill_process(Pid::from_child(&session.child.0), signal).unwrap();
         assert_eq!(session.ends(), Some(130), "{signal:?}");
+    }
+}
+
+/// The window was closed: the program stayed and kept a processor busy for ever, reading a terminal
+/// that has hung up. It did so as well where the terminal's last bytes were the beginning of a key.
+#[test]
+fn it_ends_with_its_terminal() {
+    if !can_mount("it_ends_with_its_terminal") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree:1");
+    for last in ["", "\u{1b}["] {
+        let (mut child, mut master, _slave) = Session::open(&sandbox, &["--period", "1"]);
+        let (mut seen, mut buffer) = (Vec::new(), [0; 4096]);
+        while !String::from_utf8_lossy(&seen).contains("tree:1") {
+            let count = master.read(&mut buffer).unwrap();
+            seen.extend_from_slice(&buffer[..count]);
+        }
+        master.write_all(last.as_bytes()).unwrap();
+        drop(master);
+        let status = common::machine::until("it ends", || child.0.try_wait().unwrap());
+        assert_eq!(status.code(), Some(130), "{last:?}");
     }
 }
 

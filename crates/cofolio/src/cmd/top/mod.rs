@@ -12,6 +12,7 @@ mod tests;
 mod worker;
 
 use std::io::{self, IsTerminal as _};
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -21,6 +22,8 @@ use cofolio_node::ledger::Report;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use ratatui::crossterm::style::force_color_output;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use self::app::{App, Effect};
 use self::rows::{Detail, View};
@@ -81,7 +84,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if is_once {
         return print(context, source.title(), &source.first_report(domain.as_deref())?);
     }
-    interact(source, domain, Duration::from_secs(args.period), context)
+    match interact(source, domain, Duration::from_secs(args.period), context) {
+        // Drawing failed for that reason.
+        Err(_) if is_gone(Some(&Timespec::default())) => Ok(Exit::Interrupted),
+        ended => ended,
+    }
 }
 
 fn print(context: &Context<'_>, title: &[&str], report: &Report) -> Outcome {
@@ -142,6 +149,33 @@ impl Drop for Terminal {
     }
 }
 
+/// Whether the terminal that keys come from has gone: its window was closed, or its connection
+/// broke. Waits for that until `wait` is over, if it is given.
+fn is_gone(wait: Option<&Timespec>) -> bool {
+    let (stdin, stdout) = (io::stdin(), io::stdout());
+    // As crossterm has it; the other one is the terminal for certain.
+    let terminal = if stdin.is_terminal() { stdin.as_fd() } else { stdout.as_fd() };
+    // A hangup and an error are reported unasked.
+    let mut fds = [PollFd::from_borrowed_fd(terminal, PollFlags::empty())];
+    loop {
+        match poll(&mut fds, wait) {
+            Err(Errno::INTR) => {}
+            polled => return polled == Ok(1),
+        }
+    }
+}
+
+/// From now on, a thread ends the process once its terminal has gone. The main thread cannot do that:
+/// crossterm reads a terminal that has hung up in an endless loop.
+fn end_with_terminal() -> io::Result<()> {
+    let watch = || {
+        if is_gone(None) {
+            std::process::exit(i32::from(Exit::Interrupted as u8));
+        }
+    };
+    std::thread::Builder::new().name("hangup".to_owned()).spawn(watch).map(drop)
+}
+
 fn interact(
     source: Source,
     domain: Option<String>,
@@ -154,6 +188,7 @@ fn interact(
     let mut app = App::new(source.title());
     let mut worker = Worker::start(source, domain)?;
     let mut terminal = Terminal::open()?;
+    end_with_terminal()?;
     let mut due = Instant::now();
     while !signals.cancel.is_cancelled() {
         while let Some(answer) = worker.answer()? {
