@@ -68,7 +68,7 @@ fn by_command_and_by_daemon() {
         sandbox.run(args).fails_with(2);
     }
     let unknown = sandbox.run(&["reclaim", "--container", "nobody"]);
-    unknown.fails_with(3).refused("no container nobody");
+    unknown.fails_with(3).refused("no container nobody").refused("`cofolio ps` lists containers");
     sandbox.run(&["reclaim", "--image", "nothing"]).fails_with(3);
     read();
     let ran = sandbox.run(&["reclaim", "--image", "tree", "--dry-run"]);

@@ -7,7 +7,7 @@ use cofolio_daemon::{Client, ClientError, Files, Users, Version};
 use cofolio_image::reference::DIGEST_DIGITS_MIN;
 use cofolio_node::ledger::{
     Budget, FileOrder, ImageFile, ImageFiles, Ledger, LedgerError, ObjectUser, ReclaimRequest,
-    Reclaimed, Report, UsedImage,
+    ReclaimTarget, Reclaimed, Report, UsedImage,
 };
 use cofolio_store::{Digest, Store, with_causes};
 use rustix::process::geteuid;
@@ -167,11 +167,17 @@ impl Source {
 
     /// Drops pages.
     pub(super) fn reclaim(&mut self, request: &ReclaimRequest) -> anyhow::Result<Reclaimed> {
+        let not_found = |why: String| match &request.target {
+            ReclaimTarget::Container(name) if !name.starts_with('/') => {
+                Fail::not_found(why).hint("`cofolio ps` lists containers")
+            }
+            _ => Fail::not_found(why),
+        };
         match self {
             Self::Daemon(client) => {
                 match client.clone().with_patience(RECLAIM).post("/v1/reclaim", request) {
                     Err(ClientError::Refused { status: 404, why, .. }) => {
-                        Err(Fail::not_found(why).into())
+                        Err(not_found(why).into())
                     }
                     Err(ClientError::Refused { status: 409, why, .. }) => {
                         Err(Fail::damaged(why).into())
@@ -182,7 +188,7 @@ impl Source {
             Self::Here { ledger, .. } => {
                 ledger.sample_all()?;
                 ledger.reclaim(request).map_err(|error| match error {
-                    LedgerError::NotFound { .. } => Fail::not_found(error.to_string()).into(),
+                    LedgerError::NotFound { .. } => not_found(error.to_string()).into(),
                     error => error.into(),
                 })
             }
