@@ -510,6 +510,7 @@ fn of_daemon(error: &DaemonError) -> Classified {
 
 fn of_listen(error: &ListenError) -> Classified {
     match error {
+        ListenError::TooLong(_) => hint(Exit::Usage, "--socket PATH takes another path"),
         ListenError::NoDirectory(_) => code(Exit::NotFound),
         ListenError::Taken(_) | ListenError::Locked(_) => code(Exit::Busy),
         ListenError::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse => {

@@ -24,6 +24,12 @@ const GROUPS_SEEN: &str = if cfg!(target_env = "musl") {
 /// Connections that may wait to be accepted; the kernel lowers it to `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
+/// Behind the name of a socket until its mode and owner are right.
+const ASIDE: &str = ".new";
+
+/// Bytes of the path of a socket: with [`ASIDE`] and a NUL it fits the 108 of `sun_path` (unix(7)).
+const SOCKET_PATH_MAX: usize = 108 - 1 - ASIDE.len();
+
 /// Why the daemon cannot listen.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -36,6 +42,13 @@ pub enum ListenError {
         /// Why.
         source: io::Error,
     },
+    /// The kernel takes no longer path.
+    #[error(
+        "{} has {} bytes: the path of the socket may have at most {SOCKET_PATH_MAX}",
+        .0.display(),
+        .0.as_os_str().len()
+    )]
+    TooLong(PathBuf),
     /// The directory of the socket does not exist.
     #[error("listening at {}: there is no such directory", .0.display())]
     NoDirectory(PathBuf),
@@ -137,6 +150,9 @@ pub(crate) fn unix(
 
 fn listen_at(path: &Path, gid: Option<u32>) -> Result<(UnixListener, SocketFile), ListenError> {
     let shown = || path.display();
+    if path.as_os_str().len() > SOCKET_PATH_MAX {
+        return Err(ListenError::TooLong(path.to_owned()));
+    }
     if path.parent().is_some_and(|dir| !dir.as_os_str().is_empty() && !dir.is_dir()) {
         return Err(ListenError::NoDirectory(path.to_owned()));
     }
@@ -154,7 +170,7 @@ fn listen_at(path: &Path, gid: Option<u32>) -> Result<(UnixListener, SocketFile)
     }
     // Under another name until its mode and owner are right. The name is always the same, so a daemon
     // that was killed here leaves one socket, which the next one replaces.
-    let aside = beside(path, ".new");
+    let aside = beside(path, ASIDE);
     if is_socket(&aside)? {
         std::fs::remove_file(&aside).map_err(failed(aside.display()))?;
     }
@@ -336,6 +352,23 @@ mod tests {
         let mode = Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
         refused("pipe");
+    }
+
+    /// A path that was too long only with the suffix of its first name was refused with that name
+    /// and `File name too long`, and one that was too long by itself left a lock behind.
+    #[test]
+    fn the_longest_path_of_a_socket() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("SKIP the_longest_path_of_a_socket: needs root");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("x");
+        let path = beside(&base, &"x".repeat(SOCKET_PATH_MAX - base.as_os_str().len()));
+        drop(unix(&path, None).unwrap());
+        let path = beside(&path, "x");
+        let error = unix(&path, None).unwrap_err().to_string();
+        assert!(error.contains("has 104 bytes") && error.ends_with("at most 103"), "{error}");
+        assert!(!beside(&path, ".lock").exists());
     }
 
     /// Directories above the last one had the umask's mode, and with one of 077 the group could not
