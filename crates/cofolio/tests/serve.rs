@@ -331,6 +331,22 @@ fn a_killed_daemon_leaves_nothing_in_the_way() {
     assert!(!sandbox.path("mine.lock").exists());
 }
 
+/// A second daemon of a store, at another socket, started without a word.
+#[test]
+fn a_second_daemon_of_a_store_says_so() {
+    if !can_mount("a_second_daemon_of_a_store_says_so") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let first = Daemon::start(&sandbox, &[]);
+    first.json("/v1/version");
+    let other = sandbox.text("other.sock");
+    let mut second = Daemon::start(&sandbox, &["--socket", &other]);
+    let said = second.next_line();
+    assert!(said.contains("another daemon serves this store"), "{said}");
+    UnixStream::connect(&other).unwrap();
+}
+
 /// A daemon whose run directory was wiped could not be reached, said nothing, and let another one
 /// start beside it. When it ended, it took the socket of its successor along.
 #[test]

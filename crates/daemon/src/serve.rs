@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -102,6 +103,7 @@ pub fn serve(
     let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
     let (listeners, socket) = open_sockets(&options, &auth, said)?;
+    let _lock = lock_run_dir(&options.run, said);
     let cancel = Cancel::default();
     // Somebody can hold a lock of the store for as long as they like.
     let store = &options.store.clone().waits_until(cancel.clone());
@@ -163,6 +165,27 @@ pub fn serve(
                 listen_until_told(runtime, listeners, (socket, &again), served, told)
             })
     })
+}
+
+/// A lock that daemons hold while they run. A second daemon with this run directory is allowed, at
+/// another socket, but rarely intended: it says so.
+fn lock_run_dir(run: &RunDir, said: &dyn Fn(&str)) -> Option<OwnedFd> {
+    let path = listen::beside(run.path(), ".lock");
+    let error = match listen::make_parents(run.path()).and_then(|()| listen::lock(&path)) {
+        Ok(lock) => return Some(lock),
+        Err(error) => error,
+    };
+    said(&match error {
+        ListenError::Locked(_) => format!(
+            "another daemon serves this store with the run directory {}: each keeps a ledger of its \
+             own, and either of them collects garbage",
+            run.path().display()
+        ),
+        error => {
+            format!("cannot tell whether another daemon serves this store: {}", with_causes(&error))
+        }
+    });
+    None
 }
 
 /// The sockets to listen at, and the file that was made for one. systemd keeps the sockets that it
