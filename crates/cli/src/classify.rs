@@ -124,6 +124,11 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
+        Error::Io { action: "open the store", source, .. }
+            if source.kind() == io::ErrorKind::NotADirectory =>
+        {
+            "a store is a directory: --store DIR or COFOLIO_STORE says which one"
+        }
         _ if by_hand.is_some() => by_hand.unwrap_or_default(),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
         _ if lacks_directory => "`cofolio fsck --repair` makes the directory again",

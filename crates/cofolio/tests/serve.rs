@@ -347,6 +347,28 @@ fn a_second_daemon_of_a_store_says_so() {
     UnixStream::connect(&other).unwrap();
 }
 
+/// For a file as the store a command was recommended that cannot help, and for the name of a host
+/// the error was `invalid socket address syntax`.
+#[test]
+fn it_says_what_it_takes_instead() {
+    if !can_mount("it_says_what_it_takes_instead") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let file = sandbox.text("file");
+    std::fs::write(&file, "mine").unwrap();
+    for command in ["serve", "images"] {
+        let ran = sandbox.run(&["--store", &file, command]);
+        ran.fails_with(1).refused("a store is a directory");
+        assert!(!ran.stderr.contains("fsck"), "{}", ran.stderr);
+    }
+    let needed = "is not an IP address and a port, such as 127.0.0.1:9471";
+    sandbox.run(&["serve", "--listen", "localhost:9573"]).fails_with(2).refused(needed);
+    let config = sandbox.text("config.toml");
+    std::fs::write(&config, "[daemon]\nlisten = 'localhost:9573'\n").unwrap();
+    sandbox.run(&["images", "--config", &config]).fails_with(2).refused(needed);
+}
+
 /// A daemon whose run directory was wiped could not be reached, said nothing, and let another one
 /// start beside it. When it ended, it took the socket of its successor along.
 #[test]

@@ -141,6 +141,20 @@ fn limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Size>, D::
     limit.map(Some).map_err(|error| D::Error::custom(format!("commons.limit: {error}")))
 }
 
+/// An address to listen at, such as `127.0.0.1:9471`. Names of hosts are not looked up.
+///
+/// # Errors
+/// What is wrong with it, for a person.
+pub fn listen_address(text: &str) -> Result<SocketAddr, String> {
+    let needed = |_| format!("`{text}` is not an IP address and a port, such as 127.0.0.1:9471");
+    text.parse().map_err(needed)
+}
+
+fn listen<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
+    let address = listen_address(&String::deserialize(deserializer)?);
+    address.map(Some).map_err(|error| D::Error::custom(format!("daemon.listen: {error}")))
+}
+
 /// What is read ahead when an image is mounted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -163,6 +177,7 @@ pub struct Daemon {
     /// Group whose members may connect to it.
     pub group: Option<String>,
     /// A TCP address to listen at.
+    #[serde(deserialize_with = "listen")]
     pub listen: Option<SocketAddr>,
     /// PEM file with the certificate for that address.
     pub tls_certificate: Option<PathBuf>,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
-use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin};
+use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin, listen_address};
 use cofolio_node::ledger::ReclaimPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::PIPE_BUF;
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     group: Option<String>,
     /// A TCP address to listen at as well, for reading: at a loopback address anybody can read, at
     /// others clients with a token or certificate (`[daemon]` of the configuration)
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = listen_address)]
     listen: Option<SocketAddr>,
     /// From one look at objects and processes to the next, in seconds (default: 10)
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
