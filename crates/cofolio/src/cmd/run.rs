@@ -224,10 +224,10 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
     let mut mounter = context.mounter(&domain);
+    let unrecorded = Cancel::default();
     let wait = |step| {
         if step == Step::Recorded && std::io::stdin().read_exact(&mut [0]).is_err() {
-            // Nobody records it any more. The next command cleans up, as after a kill.
-            std::process::exit(1);
+            unrecorded.cancel();
         }
     };
     if args.hold {
@@ -236,7 +236,10 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     if let Some(work) = &work {
         mounter = mounter.with_task(&work.task);
     }
-    let warm = || args.warm.warm(&domain, &image.digest, context);
+    let warm = || {
+        unrecorded.check()?;
+        args.warm.warm(&domain, &image.digest, context)
+    };
     let containers = Containers::new(mounter).before_start(&warm);
     // Leftovers of killed processes. If one cannot be removed, this container starts nevertheless.
     let mut failed = Vec::new();
@@ -247,7 +250,11 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     if let Some(Side::Background(ready)) = background {
         return attend(args, context, &containers, &request, ready);
     }
-    attach(args, context, &containers, &request, work)
+    match attach(args, context, &containers, &request, work) {
+        // Whoever recorded it says why they do not any more, unless they were killed.
+        Err(_) if unrecorded.is_cancelled() => Ok(Ended::Container(NOT_STARTED)),
+        other => other,
+    }
 }
 
 /// Starts a container, waits for its end and removes it.

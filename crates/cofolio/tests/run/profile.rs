@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::{Value, json};
 
 use crate::common::machine::{Machine, machine, until};
-use crate::common::{Killed, program};
+use crate::common::{Killed, program, unlock};
 use crate::{cache, send, started};
 
 /// Digests of the files that the profile names.
@@ -287,5 +287,24 @@ fn a_container_can_write_where_its_recorded_start_did() {
     let ran = machine.run(&mount);
     assert!(ran.stderr.contains("--rw"), "{}", ran.stderr);
     assert_ne!(ran.code, 0);
+    machine.assert_clean();
+}
+
+/// The recorder ended its own container and reported that as the container's failure, most of the
+/// time, and the container's mount stayed until the next command.
+#[test]
+fn a_recording_that_fails_says_why_and_leaves_nothing() {
+    let test = "a_recording_that_fails_says_why_and_leaves_nothing";
+    let Some((machine, _)) = machine(test) else { return };
+    let text = machine.object("box:1", "/bin/text");
+    unlock(&text).unwrap();
+    fs::remove_file(&text).unwrap();
+    for _ in 0..5 {
+        let ran = machine.run(&["profile", "record", "--rw", "box:1", "--", "true"]);
+        ran.fails_with(4).refused("no object");
+        assert!(!ran.stderr.contains("the container failed"), "{}", ran.stderr);
+        let mounted = machine.mounted();
+        assert!(!mounted.iter().any(|at| at.ends_with("rootfs")), "{mounted:?}");
+    }
     machine.assert_clean();
 }

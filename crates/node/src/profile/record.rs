@@ -103,12 +103,15 @@ fn record_new(
         // If it waits for its start, it cannot be stopped, and ends now.
         Err(_) => _ = held.shutdown(Shutdown::Write),
     }
-    if recorded.is_ok() && task.check().is_err() && matches!(child.try_wait(), Ok(None)) {
+    let is_cancelled = || task.check().is_err();
+    if recorded.is_ok() && is_cancelled() && matches!(child.try_wait(), Ok(None)) {
         // Ctrl-C at a terminal reaches only our process group, and SIGTERM only us. Some programs
         // end only at SIGINT.
         let _ = kill_process(Pid::from_child(&child), Signal::INT);
     }
-    end(&mut child, containers, name, answer.is_finished(), task)?;
+    // The socket's end has ended the container after an error, which says more then.
+    let may_fail = || recorded.is_err() || is_cancelled();
+    end(&mut child, containers, name, answer.is_finished(), may_fail)?;
     let (mut profile, lost) = recorded?;
     let answer = answer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let written = answer.and_then(|answer| Ok(serde_json::from_str(&answer)?));
@@ -153,7 +156,10 @@ fn rootfs(name: &str) -> PathBuf {
     Path::new("containers").join(name).join("rootfs")
 }
 
-/// Waits until the root filesystem of a new container is mounted, or the container has ended.
+/// Waits until the root filesystem of a new container is mounted.
+///
+/// # Errors
+/// [`ProfileError::Failed`] if it could not be.
 fn wait_for_mount(
     child: &mut Child,
     mounter: &Mounter<'_>,
@@ -166,11 +172,11 @@ fn wait_for_mount(
         if let Ok(found) = mounter.run_dir().find(&rootfs)
             && found.phase == MountPhase::Mounted
         {
-            break;
+            return Ok(());
         }
         std::thread::sleep(Duration::from_millis(2));
     }
-    Ok(())
+    Err(ProfileError::Failed(child.wait().map_err(ProfileError::Process)?))
 }
 
 /// Takes note of opens until the container has ended, the time is up, or the task is cancelled.
@@ -195,18 +201,18 @@ fn note(
 }
 
 /// Ends a new container if it has not ended by itself, and waits for the process that runs it. One
-/// that failed leaves the profile before in place. A container that ends because the recording was
-/// cancelled has not failed.
+/// that failed leaves the profile before in place. A container that ends because the recording
+/// failed or was cancelled has not failed.
 fn end(
     child: &mut Child,
     containers: &Containers<'_>,
     name: &str,
     has_ended: bool,
-    task: &Task,
+    may_fail: impl Fn() -> bool,
 ) -> Result<(), ProfileError> {
     let status = if has_ended { child.wait().map(Some) } else { child.try_wait() };
     if let Some(status) = status.map_err(ProfileError::Process)? {
-        return match status.success() || task.check().is_err() {
+        return match status.success() || may_fail() {
             true => Ok(()),
             false => Err(ProfileError::Failed(status)),
         };
