@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Subcommand;
 use cofolio_node::container::Containers;
-use cofolio_node::profile::{self, Profile, Subject};
+use cofolio_node::profile::{self, Profile, Recorded, Subject};
 use cofolio_store::{Digest, Domain};
 use rustix::fs::{Access, access};
 use rustix::io::Errno;
@@ -64,8 +64,8 @@ struct RecordArgs {
     /// Ref or first digits of a digest
     #[arg(required_unless_present = "container")]
     image: Option<String>,
-    /// Record what this container of `cofolio run` reads from now on instead, for this many seconds
-    /// or until Ctrl-C. All containers lose the image's pages that no process maps, and read them
+    /// Record what this container of `cofolio run` reads from now on instead, for --seconds, until it
+    /// ends, or until Ctrl-C. All containers lose the image's pages that no process maps, and read them
     /// again. If it can write and still runs at the end, the directories that it has written to
     /// since its start are recorded, too; --rw is not given then
     #[arg(long, value_name = "NAME", conflicts_with_all = ["image", "args"])]
@@ -148,10 +148,15 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
     };
     let containers = Containers::new(context.mounter(&domain));
     let time = args.seconds.map(|seconds| Duration::from_secs(seconds.into()));
-    let (profile, lost) = context
-        .work("recording", "file", |task| profile::record(&containers, subject, time, task))?;
-    if lost > 0 {
-        context.ui.note(format!("{lost} times the queue of opens was full: files may be missing"));
+    let Recorded { profile, lost_opens, has_ended } =
+        context
+            .work("recording", "file", |task| profile::record(&containers, subject, time, task))?;
+    if has_ended {
+        context.ui.note("the container has ended");
+    }
+    if lost_opens > 0 {
+        let what = "times the queue of opens was full: files may be missing";
+        context.ui.note(format!("{lost_opens} {what}"));
     }
     context.ui.note(summary(&profile));
     if context.ui.json {

@@ -1,7 +1,7 @@
 //! What a start reads is recorded, and read ahead for the next one.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Stdio;
@@ -88,9 +88,16 @@ fn a_profile_has_what_a_start_opens() {
     let found = recorded(&machine);
     assert!(found.contains(&group) && !found.contains(&text), "{found:?}");
     machine.run(&["profile", "record", "--container", "other"]).fails_with(3);
-    send(&child, Signal::TERM);
-    std::thread::sleep(Duration::from_millis(200));
-    machine.run(&["stop", "--time", "0", "it"]);
+    // One of which the container had ended went on until Ctrl-C.
+    let mut command = machine.command(&["profile", "record", "--container", "it"]);
+    let mut recorder = Killed::start(command.stderr(Stdio::piped()));
+    std::thread::sleep(Duration::from_secs(2));
+    machine.run(&["stop", "--time", "0", "it"]).ok();
+    let mut said = String::new();
+    recorder.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(recorder.0.wait().unwrap().success(), "{said}");
+    assert!(said.contains("the container has ended"), "{said}");
+    assert!(recorded(&machine).contains(&group));
     child.wait().unwrap();
     machine.assert_clean();
 

@@ -27,7 +27,7 @@ use rustix::fs::{Advice, Dir, FileType, Mode, OFlags, ResolveFlags, fadvise};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-pub use self::record::{Subject, record, written_by};
+pub use self::record::{Recorded, Subject, record, written_by};
 use crate::cache::leave_cache;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Profile, ProfileError, Recorder, written_dirs};
-use crate::container::{Containers, RunError};
+use crate::container::{Containers, RunError, pidfd};
 use crate::mount::{MountPhase, Mounter};
 
 /// How long a container may take to end before it is killed.
@@ -43,9 +43,19 @@ pub enum Subject {
     Running(String),
 }
 
+/// What was recorded.
+#[derive(Debug)]
+pub struct Recorded {
+    /// The profile.
+    pub profile: Profile,
+    /// Events that were lost because there were too many.
+    pub lost_opens: u64,
+    /// Whether a [`Subject::Running`] has ended meanwhile. Then nothing is recorded of what it wrote.
+    pub has_ended: bool,
+}
+
 /// Records what a container reads and where it writes, and keeps that as the profile of its image.
-/// It ends with the container, after `time`, or when `task` is cancelled. Also returns how many
-/// events were lost because there were too many.
+/// It ends with the container, after `time`, or when `task` is cancelled.
 ///
 /// # Errors
 /// All of [`ProfileError`], except [`ProfileError::Missing`]. The profile before stays then.
@@ -54,18 +64,18 @@ pub fn record(
     subject: Subject,
     time: Option<Duration>,
     task: &Task,
-) -> Result<(Profile, u64), ProfileError> {
-    let (profile, lost) = match subject {
+) -> Result<Recorded, ProfileError> {
+    let recorded = match subject {
         Subject::New { name, image, start } => {
             record_new(containers, &name, image, *start, time, task)?
         }
         Subject::Running(name) => record_running(containers, &name, time, task)?,
     };
-    if profile.files.is_empty() {
+    if recorded.profile.files.is_empty() {
         return Err(ProfileError::Empty);
     }
-    profile.write(containers.mounter().domain())?;
-    Ok((profile, lost))
+    recorded.profile.write(containers.mounter().domain())?;
+    Ok(recorded)
 }
 
 fn record_new(
@@ -75,7 +85,7 @@ fn record_new(
     mut start: Command,
     time: Option<Duration>,
     task: &Task,
-) -> Result<(Profile, u64), ProfileError> {
+) -> Result<Recorded, ProfileError> {
     let mounter = containers.mounter();
     // It stays open: when this process is killed, the container ends with it.
     let (held, theirs) = UnixStream::pair().map_err(ProfileError::Process)?;
@@ -112,11 +122,11 @@ fn record_new(
     // The socket's end has ended the container after an error, which says more then.
     let may_fail = || recorded.is_err() || is_cancelled();
     end(&mut child, containers, name, answer.is_finished(), may_fail)?;
-    let (mut profile, lost) = recorded?;
+    let (mut profile, lost_opens) = recorded?;
     let answer = answer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let written = answer.and_then(|answer| Ok(serde_json::from_str(&answer)?));
     profile.written = written.map_err(ProfileError::Changes)?;
-    Ok((profile, lost))
+    Ok(Recorded { profile, lost_opens, has_ended: false })
 }
 
 fn record_running(
@@ -124,16 +134,24 @@ fn record_running(
     name: &str,
     time: Option<Duration>,
     task: &Task,
-) -> Result<(Profile, u64), ProfileError> {
+) -> Result<Recorded, ProfileError> {
     let mounter = containers.mounter();
     let mut all = containers.list(&mut Vec::new())?.into_iter();
-    let found = all.find(|it| it.record.name == name && it.pid.is_some());
-    let image = found.ok_or_else(|| RunError::NotRunning(name.to_owned()))?.record.image;
+    let found = all.find(|it| it.record.name == name);
+    let found = found.and_then(|it| Some((it.record.image, pidfd(it.pid?).ok()?)));
+    let (image, first) = found.ok_or_else(|| RunError::NotRunning(name.to_owned()))?;
+    let has_ended = || {
+        let mut first = [PollFd::new(&first, PollFlags::IN)];
+        poll(&mut first, Some(&Timespec::default())).is_ok_and(|ended| ended > 0)
+    };
     let mut recorder = Recorder::begin(mounter.domain(), mounter.run_dir().clone(), image, name)?;
-    note(&mut recorder, || false, time, task)?;
-    let (mut profile, lost) = recorder.end()?;
-    profile.written = written_by(containers, name)?;
-    Ok((profile, lost))
+    note(&mut recorder, has_ended, time, task)?;
+    let (mut profile, lost_opens) = recorder.end()?;
+    let written = written_by(containers, name);
+    // Its changes may have been half removed while they were read.
+    let has_ended = has_ended();
+    profile.written = if has_ended { None } else { written? };
+    Ok(Recorded { profile, lost_opens, has_ended })
 }
 
 /// The directories of its image that a container has written to, if it can write. `None` also if it
