@@ -72,6 +72,8 @@ pub const DAMAGED: &str =
 /// For an image file, which may not be the store's.
 const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
+const DAMAGED_PROFILE: &str = "`cofolio profile record IMAGE` makes another one (with --rw also of where it writes); \
+     `cofolio profile rm IMAGE` removes it";
 
 /// What mends a damaged file of the store, by its path relative to the store.
 pub fn mending(path: &str) -> &'static str {
@@ -84,7 +86,7 @@ pub fn mending(path: &str) -> &'static str {
         Some(StoreFile::Unnamed) => {
             "the image has no name, and what its last name said of it is lost: import it again"
         }
-        Some(StoreFile::Profile) => "`cofolio profile record IMAGE` makes another one",
+        Some(StoreFile::Profile) => DAMAGED_PROFILE,
         Some(StoreFile::Root) => "`cofolio gc` removes it, once what it was made for has ended",
         Some(StoreFile::Signature) => {
             "`cofolio sign` writes it again; without the file there is no such signature"
@@ -457,9 +459,7 @@ fn of_profile(error: &ProfileError) -> Classified {
         ProfileError::Missing(_) => {
             hint(Exit::NotFound, "`cofolio profile record IMAGE` makes one")
         }
-        ProfileError::Damaged { .. } => {
-            hint(Exit::Corrupt, "`cofolio profile record IMAGE` makes another one")
-        }
+        ProfileError::Damaged { .. } => hint(Exit::Corrupt, DAMAGED_PROFILE),
         _ => code(Exit::Failure),
     }
 }
