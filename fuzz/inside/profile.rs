@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
 use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt as _;
 
 use super::Profile;
 
@@ -26,6 +27,9 @@ pub fn document(data: &[u8]) {
         });
         assert!(end <= sizes[&file.object]);
     }
+    let dirs = profile.written.as_deref().unwrap_or_default();
+    assert!(dirs.iter().all(|dir| dir.is_absolute() && !dir.as_os_str().as_bytes().contains(&0)));
+    assert!(dirs.is_sorted());
     assert!(profile.bytes() == bytes && bytes <= sizes.values().sum::<u64>());
     let again = serde_json::to_vec(&profile).unwrap();
     assert_eq!(serde_json::from_slice::<Profile>(&again).unwrap(), profile);

@@ -6,7 +6,7 @@ use cofolio_image::trust::Need;
 use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
 
 use crate::cmd::Outcome;
-use crate::cmd::profile::recorded_dirs;
+use crate::cmd::profile::{of_recorded_dirs, recorded_dirs};
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, short};
 use crate::exit::{Exit, Fail};
@@ -120,7 +120,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let work = Work::begin(context.ui, "verifying", "file")?;
     let mounter = context.mounter(&domain).with_task(&work.task);
-    let record = mounter.mount(&request)?;
+    let record = mounter.mount(&request).map_err(|error| match args.writable_recorded {
+        true => of_recorded_dirs(error.into(), image.digest),
+        false => error.into(),
+    })?;
     if let Err(cancelled) = args.warm.warm(&domain, &image.digest, context) {
         mounter.umount(Path::new(&record.id), &UmountOptions::default())?;
         return Err(cancelled.into());

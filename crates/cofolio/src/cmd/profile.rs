@@ -3,8 +3,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Subcommand;
-use cofolio_node::container::Containers;
-use cofolio_node::profile::{self, Profile, Recorded, Subject};
+use cofolio_node::container::{Containers, RunError};
+use cofolio_node::mount::MountError;
+use cofolio_node::profile::{self, Profile, ProfileError, Recorded, Subject};
 use cofolio_store::{Digest, Domain};
 use rustix::fs::{Access, access};
 use rustix::io::Errno;
@@ -168,12 +169,34 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
 
 /// The directories of the image that its recorded start wrote to.
 pub(crate) fn recorded_dirs(domain: &Domain, image: &Digest) -> anyhow::Result<Vec<PathBuf>> {
-    let written = Profile::read(domain, image)?.written;
+    let profile = Profile::read(domain, image).map_err(|error| match error {
+        ProfileError::Missing(_) => {
+            let hint = "`cofolio profile record --rw IMAGE` makes one";
+            anyhow::Error::from(Fail::not_found(error.to_string()).hint(hint))
+        }
+        error => error.into(),
+    })?;
     let missing = || {
         let what = "the profile says nothing of writes: the recorded container could not write";
         Fail::not_found(what).hint("`cofolio profile record --rw IMAGE` records one that can")
     };
-    Ok(written.ok_or_else(missing)?)
+    Ok(profile.written.ok_or_else(missing)?)
+}
+
+/// The error of a mount with [`recorded_dirs`]: where the image has no such directory its profile
+/// is damaged. That the root cannot be one of them is the caller's matter: --rw does it.
+pub(crate) fn of_recorded_dirs(error: anyhow::Error, image: Digest) -> anyhow::Error {
+    let mount = match error.downcast_ref() {
+        Some(RunError::Mount(error)) => Some(error),
+        _ => error.downcast_ref(),
+    };
+    match mount {
+        Some(MountError::WritableDir { dir, problem }) if dir.parent().is_some() => {
+            let problem = format!("{}: {problem}", dir.display());
+            ProfileError::Damaged { image, problem }.into()
+        }
+        _ => error,
+    }
 }
 
 /// The ref stays, for its config and the trust policy. If it leads to another image by now, the

@@ -34,7 +34,7 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 use crate::cmd::bundle::{ProcessArgs, image_config};
 use crate::cmd::import;
-use crate::cmd::profile::recorded_dirs;
+use crate::cmd::profile::{of_recorded_dirs, recorded_dirs};
 use crate::cmd::pull::RegistryArgs;
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, Named};
@@ -247,13 +247,15 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     for failed in failed {
         context.ui.note(format!("could not be cleaned up: {failed}"));
     }
-    if let Some(Side::Background(ready)) = background {
-        return attend(args, context, &containers, &request, ready);
-    }
-    match attach(args, context, &containers, &request, work) {
+    let ended = match background {
+        Some(Side::Background(ready)) => attend(args, context, &containers, &request, ready),
+        _ => attach(args, context, &containers, &request, work),
+    };
+    match ended {
         // Whoever recorded it says why they do not any more, unless they were killed.
         Err(_) if unrecorded.is_cancelled() => Ok(Ended::Container(NOT_STARTED)),
-        other => other,
+        Err(error) if args.writable_recorded => Err(of_recorded_dirs(error, image.digest)),
+        ended => ended,
     }
 }
 

@@ -112,6 +112,7 @@ fn a_profile_has_what_a_start_opens() {
     std::os::unix::fs::symlink(machine.path("profile"), &file).unwrap();
     let ran = machine.run(&["profile", "show", "box:1"]);
     ran.refused("`cofolio profile record IMAGE` makes another one");
+    ran.refused("`cofolio profile rm IMAGE` removes it");
     machine.run(&["profile", "record", "box:1", "--", "cat", "/etc/group"]).ok();
     assert!(recorded(&machine).contains(&group));
     fs::write(&file, content.replace(&group, &digest(b"foreign"))).unwrap();
@@ -233,7 +234,8 @@ fn a_container_can_write_where_its_recorded_start_did() {
     };
     let target = machine.path("recorded").to_str().unwrap().to_owned();
     let mount = ["mount", "--json", "--create", "--writable-recorded", "box:1", &target];
-    machine.run(&mount).fails_with(3);
+    // It named a command whose profile would have been refused next.
+    machine.run(&mount).fails_with(3).refused("`cofolio profile record --rw IMAGE`");
 
     // Made, changed and removed: in a directory, below a new one, in scratch, in a volume.
     let script =
@@ -247,6 +249,20 @@ fn a_container_can_write_where_its_recorded_start_did() {
     let listed = machine.run(&["mounts"]);
     assert!(listed.ok().contains("rw in part"), "{}", listed.stdout);
     machine.run(&["umount", &target]).ok();
+    // A directory that the image does not have was blamed on the caller.
+    let image = machine.run(&["inspect", "box:1", "--json"]).json();
+    let image = image["image"].as_str().unwrap();
+    let file = machine.path("store/domains/default/profiles").join(image);
+    let content = fs::read_to_string(&file).unwrap();
+    fs::write(&file, content.replace("/mnt", "/nosuch")).unwrap();
+    let mounted = machine.run(&mount);
+    mounted.fails_with(4).refused("is damaged: /nosuch: the image has no such directory");
+    mounted.refused("`cofolio profile rm IMAGE` removes it");
+    let ran = machine.run(&["run", "--writable-recorded", "box:1", "--", "true"]);
+    ran.fails_with(125).refused("is damaged: /nosuch");
+    fs::write(&file, content.replace("/mnt", "/etc/../mnt")).unwrap();
+    machine.run(&mount).fails_with(4).refused("is damaged: /etc/../mnt");
+    fs::write(&file, content).unwrap();
     // `run` has a mount of its own for `/tmp`.
     let script = "set -e; rm /bin/text; for dir in etc mnt tmp data; do echo >/$dir/x; done; \
                   ! mkdir /new; sleep 1000 & wait";

@@ -16,7 +16,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::ExitStatus;
 
 use cofolio_image::pack::ImageContents;
@@ -139,7 +139,7 @@ impl Profile {
                 }
             }
         }
-        Ok(())
+        check_dirs(self.written.as_deref().unwrap_or_default())
     }
 
     /// Keeps it as the profile of its image.
@@ -167,6 +167,25 @@ impl Profile {
     pub fn bytes(&self) -> u64 {
         self.files.iter().flat_map(|file| &file.ranges).map(|(_, length)| length).sum()
     }
+}
+
+/// Checks that paths are as [`written_dirs`] makes them.
+fn check_dirs(dirs: &[PathBuf]) -> Result<(), String> {
+    for dir in dirs {
+        let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+        let plain: PathBuf = dir.components().filter(|part| is_plain(*part)).collect();
+        let bytes = dir.as_os_str().as_bytes();
+        if !dir.is_absolute() || plain.as_os_str() != dir.as_os_str() || bytes.contains(&0) {
+            return Err(format!("{} is not the plain path of a directory", dir.display()));
+        }
+    }
+    for pair in dirs.windows(2) {
+        if pair[0] >= pair[1] || pair[1].starts_with(&pair[0]) {
+            let [one, other] = [&pair[0], &pair[1]].map(|dir| dir.display());
+            return Err(format!("directories {one} and {other} are nested or out of order"));
+        }
+    }
+    Ok(())
 }
 
 /// The objects of an image and their sizes.
@@ -375,6 +394,30 @@ mod tests {
         assert!(right.check(&other, &sizes).is_err());
         assert!(right.check(&image, &BTreeMap::new()).is_err());
         assert!(Profile { version: 2, ..right }.check(&image, &sizes).is_err());
+    }
+
+    /// The mount was refused with exit code 2 or 1, as if its caller had given these directories.
+    #[test]
+    fn what_are_no_written_directories_is_refused() {
+        let check = |dirs: &[&str]| check_dirs(&dirs.iter().map(PathBuf::from).collect::<Vec<_>>());
+        for right in [&[][..], &["/"], &["/etc", "/etc-a", "/var/a", "/var/b"]] {
+            assert_eq!(check(right), Ok(()));
+        }
+        for wrong in [
+            &["etc"][..],
+            &[""],
+            &["/etc/"],
+            &["//etc"],
+            &["/etc/./a"],
+            &["/var/../etc"],
+            &["/a\0b"],
+            &["/etc", "/etc"],
+            &["/", "/etc"],
+            &["/var", "/var/a"],
+            &["/var", "/etc"],
+        ] {
+            assert!(check(wrong).is_err(), "{wrong:?}");
+        }
     }
 
     /// The profile of a start that wrote to 70 directories was recorded, and no mount could use it.
