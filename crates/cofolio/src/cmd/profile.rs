@@ -160,9 +160,19 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
         context.ui.note(format!("{lost_opens} {what}"));
     }
     context.ui.note(summary(&profile));
+    if let Some(dirs) = &profile.written {
+        let dirs = dirs.iter().map(|dir| printable(dir.as_os_str().as_bytes()));
+        let dirs = dirs.collect::<Vec<_>>().join(", ");
+        let dirs = if dirs.is_empty() { "no directory of the image" } else { &dirs };
+        context.ui.note(format!("writes to {dirs}"));
+    }
     if context.ui.json {
         let (files, bytes) = (profile.files.len(), profile.bytes());
-        context.ui.json(&json!({"image": profile.image, "files": files, "bytes": bytes}))?;
+        let mut said = json!({"image": profile.image, "files": files, "bytes": bytes});
+        if let Some(dirs) = profile.written {
+            said["written"] = json!(dirs);
+        }
+        context.ui.json(&said)?;
     }
     Ok(Exit::Ok)
 }

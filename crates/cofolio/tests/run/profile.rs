@@ -240,9 +240,12 @@ fn a_container_can_write_where_its_recorded_start_did() {
     // Made, changed and removed: in a directory, below a new one, in scratch, in a volume.
     let script =
         "echo >/etc/new; mkdir /mnt/a; echo >/mnt/a/b; echo >/tmp/t; echo >/data/d; rm /bin/text";
-    machine.run(&["profile", "record", "--rw", "box:1", "--", "sh", "-c", script]).ok();
+    let ran = machine.run(&["profile", "record", "--rw", "box:1", "--", "sh", "-c", script]);
+    ran.ok();
     machine.assert_clean();
     assert_eq!(written().unwrap(), ["/bin", "/data", "/etc", "/mnt", "/tmp"]);
+    // It did not say what it had found.
+    assert!(ran.stderr.contains("writes to /bin, /data, /etc, /mnt, /tmp\n"), "{}", ran.stderr);
     assert!(machine.run(&["profile", "show", "box:1"]).ok().contains("writes to /etc\n"));
     let record = machine.run(&mount).json();
     assert_eq!(record["upper"]["dirs"], json!(["/bin", "/data", "/etc", "/mnt", "/tmp"]));
@@ -294,7 +297,8 @@ fn a_container_can_write_where_its_recorded_start_did() {
     let ran = machine.run(&mount);
     assert!(ran.stderr.contains("profile record --rw"), "{}", ran.stderr);
     ran.fails_with(3);
-    machine.run(&["profile", "record", "--rw", "box:1", "--", "cat", "/etc/group"]).ok();
+    let ran = machine.run(&["profile", "record", "--rw", "box:1", "--", "cat", "/etc/group"]);
+    assert!(ran.stderr.contains("writes to no directory of the image\n"), "{}", ran.stderr);
     assert_eq!(written().unwrap(), [""; 0]);
     // It was said that only changes that go with the mount can have a limit.
     let ran = machine.run(&["run", "--writable-recorded", "--size", "16M", "box:1"]);
@@ -306,7 +310,8 @@ fn a_container_can_write_where_its_recorded_start_did() {
     }
     assert_eq!(machine.run(&mount).json().get("upper"), None);
     machine.run(&["umount", &target]).ok();
-    machine.run(&["profile", "record", "--rw", "box:1", "--", "mkdir", "/new"]).ok();
+    let record = ["profile", "record", "--json", "--rw", "box:1", "--", "mkdir", "/new"];
+    assert_eq!(machine.run(&record).json()["written"], json!(["/"]));
     let ran = machine.run(&mount);
     assert!(ran.stderr.contains("--rw"), "{}", ran.stderr);
     assert_ne!(ran.code, 0);
