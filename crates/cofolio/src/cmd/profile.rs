@@ -65,9 +65,9 @@ struct RecordArgs {
     /// Ref or first digits of a digest
     #[arg(required_unless_present = "container")]
     image: Option<String>,
-    /// Record what this container of `cofolio run` reads from now on instead, for --seconds, until it
-    /// ends, or until Ctrl-C. All containers lose the image's pages that no process maps, and read them
-    /// again. If it can write and still runs at the end, the directories that it has written to
+    /// Record what this container of `cofolio run` reads from now on instead, for --seconds, until
+    /// it ends, or until Ctrl-C. All containers lose the image's pages that no process maps, and read
+    /// them again. If it can write and still runs at the end, the directories that it has written to
     /// since its start are recorded, too; --rw is not given then
     #[arg(long, value_name = "NAME", conflicts_with_all = ["image", "args"])]
     container: Option<String>,

@@ -50,7 +50,7 @@ pub struct Recorded {
     pub profile: Profile,
     /// Events that were lost because there were too many.
     pub lost_opens: u64,
-    /// Whether a [`Subject::Running`] has ended meanwhile. Then nothing is recorded of what it wrote.
+    /// Whether a [`Subject::Running`] has ended meanwhile. Then its writes are not recorded.
     pub has_ended: bool,
 }
 
