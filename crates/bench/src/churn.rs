@@ -220,7 +220,7 @@ struct Churn<'a> {
     commons: Option<Commons>,
     /// Whether containers with a writable mount write 4 KiB.
     write: bool,
-    /// If containers are to be short-lived: one that stays for each, above its own.
+    /// With `--short-lived`: the parent cgroup of each container, kept to the end.
     cgroups_above: Option<Vec<Cgroup>>,
 }
 

@@ -41,7 +41,7 @@ fn cgroups(hierarchy: &Hierarchy, prefix: &str) -> Result<Vec<String>> {
             let entry = entry?;
             let name = entry.file_name().into_string().unwrap_or_default();
             if entry.file_type()?.is_dir() && (!parent.is_empty() || name.starts_with(prefix)) {
-                open.push(format!("{parent}/{name}"));
+                open.push(if parent.is_empty() { name } else { format!("{parent}/{name}") });
             }
         }
         found.push(parent);

@@ -45,8 +45,8 @@ pub(crate) fn settled_count(hierarchy: &Hierarchy, quiet: Duration) -> Result<u6
 
 /// How many of these cgroups have one below them that was removed and stays, whatever others on the
 /// machine do. In version 2 the kernel says so. In version 1 these are the ones that a page is
-/// charged to: they have no processes, there a page of a removed cgroup is its nearest ancestor's
-/// that exists, and the kernel hands the charge of its own objects to the cgroup above.
+/// charged to: they have no processes, and the kernel shows a page of a removed cgroup as its nearest
+/// ancestor's that exists. A page of the kernel's own, which holds no cgroup, would count as well.
 pub(crate) fn with_dying_below(hierarchy: &Hierarchy, cgroups: &[Cgroup]) -> Result<usize> {
     let directories = cgroups.iter().map(Cgroup::directory);
     match hierarchy.version() {

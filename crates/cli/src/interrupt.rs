@@ -13,7 +13,9 @@ use crate::exit::Exit;
 
 /// What signals do in this process.
 struct Handlers {
-    /// No work is under way.
+    /// How much work is under way: one piece may be a part of another.
+    works: usize,
+    /// There is none.
     is_idle: Arc<AtomicBool>,
     ids: Vec<SigId>,
 }
@@ -26,7 +28,7 @@ pub fn cancel() -> Cancel {
     Cancel::by_flag(IS_CANCELLED.clone())
 }
 
-/// Work that signals cancel, as long as this lives. Only one at a time.
+/// Work that signals cancel, as long as this lives.
 #[derive(Debug)]
 #[must_use = "signals cancel the work only while it lives"]
 pub struct Cancellable {
@@ -42,6 +44,7 @@ impl Cancellable {
             Some(handlers) => handlers,
             none => none.insert(Handlers::register()?),
         };
+        handlers.works += 1;
         handlers.is_idle.store(false, SeqCst);
         Ok(Self { cancel: cancel() })
     }
@@ -49,9 +52,11 @@ impl Cancellable {
 
 impl Drop for Cancellable {
     fn drop(&mut self) {
-        let handlers = HANDLERS.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(handlers) = &*handlers {
-            handlers.is_idle.store(true, SeqCst);
+        let mut handlers = HANDLERS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(handlers) = &mut *handlers {
+            // It may have begun before others were released.
+            handlers.works = handlers.works.saturating_sub(1);
+            handlers.is_idle.store(handlers.works == 0, SeqCst);
         }
     }
 }
@@ -67,7 +72,7 @@ impl Handlers {
             ids.push(flag::register_conditional_shutdown(signal, code, IS_CANCELLED.clone())?);
             ids.push(flag::register(signal, IS_CANCELLED.clone())?);
         }
-        Ok(Self { is_idle, ids })
+        Ok(Self { works: 0, is_idle, ids })
     }
 }
 

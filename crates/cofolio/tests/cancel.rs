@@ -212,35 +212,51 @@ fn a_signal_while_an_image_is_read_ahead_undoes_the_mount() {
     if can_run(test) {
         commands.push(vec!["run", "--rw", "--warm", "all", "box:1", "--", "true"]);
     }
+    let image = sandbox.run(&["inspect", "--json", "box:1"]).json();
+    let stripe = image["image"].as_str().unwrap()[..2].to_owned();
     for args in commands {
-        let mut child = start(&sandbox, &args);
-        let is_helper = |pid: &u32| {
-            let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).ok();
-            let parent = read("stat")
-                .and_then(|stat| stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse::<u32>().ok());
-            // Until it executes the program, the other one waits for that.
-            let executes = || read("cmdline").is_some_and(|line| line.contains("\0warm\0"));
-            parent == Some(child.id()) && executes()
-        };
-        let began = Instant::now();
-        let helper = loop {
-            assert!(began.elapsed() < WATCHDOG, "{args:?} does not read ahead");
-            let names = fs::read_dir("/proc").unwrap().flatten();
-            let pids = names.filter_map(|it| it.file_name().to_str()?.parse::<u32>().ok());
-            let found = pids.filter(|pid| *pid > child.id()).find(is_helper);
-            if let Some(pid) = found {
-                break Pid::from_raw(pid.cast_signed()).unwrap();
+        let (mut child, helper) = until("it is caught while it reads ahead", || {
+            let mut child = start(&sandbox, &args);
+            while child.try_wait().unwrap().is_none() {
+                // It reads many files, so there is time.
+                if let Some(helper) = helper_of(&child)
+                    && kill_process(helper, Signal::STOP).is_ok()
+                {
+                    return Some((child, helper));
+                }
             }
-        };
-        // It reads many files.
-        kill_process(helper, Signal::STOP).unwrap();
+            // It was too fast.
+            let _ = sandbox.run(&["umount", &target]);
+            let _ = sandbox.run(&["umount", &format!("{bundle}/rootfs")]);
+            let _ = fs::remove_dir_all(&bundle);
+            None
+        });
+        // The mount is undone under a lock, which somebody else has meanwhile.
+        let run = sandbox.path("run").read_dir().unwrap().next().unwrap().unwrap().path();
+        let lock = fs::File::open(run.join("locks").join(&stripe)).unwrap();
+        flock(&lock, FlockOperation::LockExclusive).unwrap();
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+        until("the other process ends", || kill_process(helper, Signal::CONT).err());
+        // By then it has asked for the lock.
+        std::thread::sleep(Duration::from_millis(100));
+        drop(lock);
         let ended = until("it ends", || child.try_wait().unwrap());
         assert_eq!(ended.code(), Some(130), "{args:?}");
-        assert!(kill_process(helper, Signal::CONT).is_err(), "{args:?}");
         assert_eq!(sandbox.mounted(), Vec::<std::path::PathBuf>::new(), "{args:?}");
         assert!(!sandbox.path("mnt").exists() && !sandbox.path("bundle").exists(), "{args:?}");
     }
+}
+
+/// The process that a command has started to read ahead. Until it executes its program, the command
+/// waits for that, and sees no signal.
+fn helper_of(child: &Child) -> Option<Pid> {
+    let read = |pid: u32, name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).ok();
+    let parent = |pid| read(pid, "stat")?.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok();
+    let executes = |pid| read(pid, "cmdline").is_some_and(|line| line.contains("\0warm\0"));
+    let names = fs::read_dir("/proc").unwrap().flatten();
+    let mut pids = names.filter_map(|it| it.file_name().to_str()?.parse::<u32>().ok());
+    let found = pids.find(|pid| parent(*pid) == Some(child.id()) && executes(*pid))?;
+    Pid::from_raw(found.cast_signed())
 }
 
 /// Whether there is a runtime; says if not.

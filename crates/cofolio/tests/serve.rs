@@ -385,7 +385,8 @@ fn a_daemon_whose_socket_is_removed_listens_again() {
     let before = made(&daemon.socket);
     std::fs::remove_dir_all(sandbox.path("run")).unwrap();
     common::machine::until("it listens again", || UnixStream::connect(&daemon.socket).ok());
-    assert!(daemon.next_line().contains("again: somebody removed the socket"));
+    let said = daemon.next_line();
+    assert!(said.contains("again: somebody removed the socket"), "{said}");
     assert_eq!(daemon.json("/v1/version")["api"], 1);
     assert_eq!(made(&daemon.socket), before);
 

@@ -133,7 +133,7 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
 }
 
 /// The path with this behind its last part.
-pub(crate) fn beside(path: &Path, suffix: &str) -> PathBuf {
+fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     name.into()
@@ -231,12 +231,11 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
     Ok(socket.into())
 }
 
-/// Locks a file, made if it is missing. The lock beside the socket is for two daemons that start at
-/// the same time: the second must see the socket of the first. Only root can open the file, so no
-/// other user can hold up the daemon; one that another user has made, as in /tmp, is refused. It
-/// stays: if it were removed, two daemons could each lock one. The kernel releases the lock of a
-/// killed process.
-pub(crate) fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
+/// Of two daemons that start at the same time, the second must see the socket of the first. Only root
+/// can open the file, so no other user can hold up the daemon; one that another user has made, as in
+/// /tmp, is refused. It stays: if it were removed, two daemons could each lock one. The kernel
+/// releases the lock of a killed process.
+fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
     let at = || failed(path.display());
     // A pipe is not waited for.
     let flags =

@@ -1,9 +1,9 @@
 //! Starting, reloading and ending the daemon.
 
+use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use cofolio_node::ledger::{Ledger, LedgerError, ReclaimPolicy};
 use cofolio_node::mount::RunDir;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
@@ -102,13 +103,18 @@ pub fn serve(
     }
     let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
+    let lock = lock_run_dir(&options.run);
     let (listeners, socket) = open_sockets(&options, &auth, said)?;
-    let _lock = lock_run_dir(&options.run, said);
+    if let Err(why) = &lock {
+        said(why);
+    }
     let cancel = Cancel::default();
     // Somebody can hold a lock of the store for as long as they like.
     let store = &options.store.clone().waits_until(cancel.clone());
     let run = &options.run;
-    let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
+    let mut ledger = Ledger::new(store.clone(), run.clone())
+        .with_cancel(cancel.clone())
+        .ignoring_opens_of(Path::new("/proc/self/exe"));
     if let Some(error) = ledger.cgroup_error() {
         said(&format!("cannot distinguish containers or notice their end: {error}"));
     }
@@ -167,25 +173,26 @@ pub fn serve(
     })
 }
 
-/// A lock that daemons hold while they run. A second daemon with this run directory is allowed, at
-/// another socket, but rarely intended: it says so.
-fn lock_run_dir(run: &RunDir, said: &dyn Fn(&str)) -> Option<OwnedFd> {
-    let path = listen::beside(run.path(), ".lock");
-    let error = match listen::make_parents(run.path()).and_then(|()| listen::lock(&path)) {
-        Ok(lock) => return Some(lock),
-        Err(error) => error,
+/// The run directory, locked as long as the daemon runs. A second daemon with this run directory is
+/// allowed, at another socket, but rarely intended.
+///
+/// # Errors
+/// What to say then.
+fn lock_run_dir(run: &RunDir) -> Result<File, String> {
+    let at = run.path().display();
+    let lock = || {
+        run.prepare().map_err(io::Error::other)?;
+        let dir = File::open(run.path())?;
+        flock(&dir, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(dir)
     };
-    said(&match error {
-        ListenError::Locked(_) => format!(
-            "another daemon serves this store with the run directory {}: each keeps a ledger of its \
-             own, and either of them collects garbage",
-            run.path().display()
+    lock().map_err(|error: io::Error| match error.kind() {
+        io::ErrorKind::WouldBlock => format!(
+            "another daemon serves this store with the run directory {at}: each keeps a ledger of its \
+             own, and either of them collects garbage"
         ),
-        error => {
-            format!("cannot tell whether another daemon serves this store: {}", with_causes(&error))
-        }
-    });
-    None
+        _ => format!("cannot tell whether another daemon serves with {at}: {}", with_causes(&error)),
+    })
 }
 
 /// The sockets to listen at, and the file that was made for one. systemd keeps the sockets that it

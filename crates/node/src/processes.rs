@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use cofolio_sys::mount::{UNIQUE_ID, unique_id};
-use rustix::fs::{AtFlags, CWD, statx};
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use crate::address_space::Maps;
 use crate::kernel_text::for_each_line_of;
@@ -93,6 +93,18 @@ pub(crate) fn root_mount(root: &Path, pid: u32) -> Option<u64> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
     let found = statx(CWD, directory(root, pid).join("root"), flags, UNIQUE_ID).ok()?;
     unique_id(&found)
+}
+
+/// The file that a process executes: its filesystem and inode. `None` if the process has ended.
+pub(crate) fn program(root: &Path, pid: u32) -> Option<(Device, u64)> {
+    file_id(&directory(root, pid).join("exe"))
+}
+
+/// The filesystem and inode of a file, without a question to a server of its filesystem.
+pub(crate) fn file_id(path: &Path) -> Option<(Device, u64)> {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+    let found = statx(CWD, path, flags, StatxFlags::INO).ok()?;
+    Some(((found.stx_dev_major, found.stx_dev_minor), found.stx_ino))
 }
 
 /// `7f6ac63a8000-7f6ac63ce000 r--p 00000000 00:29 4809     /usr/lib/libc.so.6`; the device in

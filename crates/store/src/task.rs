@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// The work was cancelled. What it had begun is undone or left to garbage collection.
@@ -18,18 +18,30 @@ pub struct Cancelled;
 pub struct Cancel {
     own: Arc<AtomicBool>,
     parent: Option<Arc<Cancel>>,
+    undoing: Arc<AtomicUsize>,
+}
+
+/// Work that undoes other work; see [`Cancel::undo`].
+#[derive(Debug)]
+#[must_use = "the token is cancelled again when this is dropped"]
+pub struct Undoing(Arc<AtomicUsize>);
+
+impl Drop for Undoing {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
+    }
 }
 
 impl Cancel {
     /// A token that is cancelled as soon as `flag` is set, as a signal handler can do it.
     pub fn by_flag(flag: Arc<AtomicBool>) -> Self {
-        Self { own: flag, parent: None }
+        Self { own: flag, ..Self::default() }
     }
 
     /// A token for a part of the work: cancelled with this one, or alone.
     #[must_use]
     pub fn child(&self) -> Self {
-        Self { own: Arc::default(), parent: Some(Arc::new(self.clone())) }
+        Self { parent: Some(Arc::new(self.clone())), ..Self::default() }
     }
 
     /// Cancels the work. Returns whether this token was not cancelled before, its parents aside.
@@ -37,9 +49,17 @@ impl Cancel {
         !self.own.swap(true, Relaxed)
     }
 
+    /// Begins to undo what the work has done: while this lives, the token counts as not cancelled.
+    /// What waits for a lock would leave half of it otherwise.
+    pub fn undo(&self) -> Undoing {
+        self.undoing.fetch_add(1, Relaxed);
+        Undoing(self.undoing.clone())
+    }
+
     /// Whether the work is cancelled.
     pub fn is_cancelled(&self) -> bool {
-        self.own.load(Relaxed) || self.parent.as_ref().is_some_and(|parent| parent.is_cancelled())
+        let parent = || self.parent.as_ref().is_some_and(|parent| parent.is_cancelled());
+        self.undoing.load(Relaxed) == 0 && (self.own.load(Relaxed) || parent())
     }
 
     /// [`Cancelled`] if the work is cancelled.
@@ -199,5 +219,10 @@ mod tests {
         assert!(!whole.is_cancelled() && !going_on.is_cancelled(), "the others go on");
         whole.clone().cancel();
         assert!(going_on.is_cancelled() && !other.is_cancelled());
+        let undoing = whole.clone().undo();
+        drop(whole.undo());
+        assert!(!whole.is_cancelled() && !going_on.is_cancelled() && failed.is_cancelled());
+        drop(undoing);
+        assert!(whole.is_cancelled() && going_on.is_cancelled());
     }
 }

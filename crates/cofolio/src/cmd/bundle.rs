@@ -4,17 +4,18 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bundle, ImageConfig};
 use cofolio_node::links;
 use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
+use cofolio_store::task::Task;
 use serde_json::{Value, json};
 
 use crate::cmd::Outcome;
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
-use crate::progress::Work;
 use crate::trust::TrustArgs;
 
 /// Make an OCI runtime bundle of an image, for `runc run` and `crun run`
@@ -155,19 +156,21 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let bundle = Bundle::open(&dir, args.replace)?;
     let write = || bundle.write(args.rootfs.as_deref(), &config, &options, Path::new("/"));
     let mount_and_write = || -> anyhow::Result<Value> {
-        let work = Work::begin(context.ui, "verifying", "file")?;
-        let mounter = context.mounter(&domain).with_task(&work.task);
-        let mounted = mounter.mount(&MountRequest {
+        let _signals = Cancellable::begin()?;
+        let request = MountRequest {
             create_target: true,
             access: if args.read_only { Access::ReadOnly } else { Access::Writable },
             check,
             options: MountOptions { name: image.ref_name.clone(), ..MountOptions::default() },
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
-        })?;
+        };
+        let mount = |task: &Task| context.mounter(&domain).with_task(task).mount(&request);
+        let mounted = context.work("verifying", "file", mount)?;
         let warmed = args.warm.warm(&domain, &image.digest, context).map_err(Into::into);
         warmed.and_then(|()| Ok(write()?)).or_else(|error: anyhow::Error| {
             let options = UmountOptions::default();
-            let left = mounter.umount(Path::new(&mounted.id), &options);
+            let _undoing = domain.store().waiting().undo();
+            let left = context.mounter(&domain).umount(Path::new(&mounted.id), &options);
             left.with_context(|| format!("unmounting {}", mounted.target.display()))?;
             Err(error)
         })

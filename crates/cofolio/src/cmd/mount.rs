@@ -2,6 +2,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::trust::Need;
 use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
 
@@ -10,7 +11,6 @@ use crate::cmd::profile::{of_recorded_dirs, recorded_dirs};
 use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, short};
 use crate::exit::{Exit, Fail};
-use crate::progress::Work;
 use crate::trust::TrustArgs;
 
 /// Mount an image at a directory
@@ -118,17 +118,19 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         },
         ..MountRequest::new(image.digest, Path::new(target))
     };
-    let work = Work::begin(context.ui, "verifying", "file")?;
-    let mounter = context.mounter(&domain).with_task(&work.task);
-    let record = mounter.mount(&request).map_err(|error| match args.writable_recorded {
-        true => of_recorded_dirs(error.into(), image.digest),
-        false => error.into(),
+    let signals = Cancellable::begin()?;
+    let mounted = context
+        .work("verifying", "file", |task| context.mounter(&domain).with_task(task).mount(&request));
+    let record = mounted.map_err(|error| match args.writable_recorded {
+        true => of_recorded_dirs(error, image.digest),
+        false => error,
     })?;
     if let Err(cancelled) = args.warm.warm(&domain, &image.digest, context) {
-        mounter.umount(Path::new(&record.id), &UmountOptions::default())?;
+        let _undoing = domain.store().waiting().undo();
+        context.mounter(&domain).umount(Path::new(&record.id), &UmountOptions::default())?;
         return Err(cancelled.into());
     }
-    drop(work);
+    drop(signals);
     if context.ui.json {
         return context.ui.json(&record);
     }

@@ -270,7 +270,7 @@ fn attach(
     // Signals are for the container, but until it starts they cancel that.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
-    let starting = work.is_none().then(Cancellable::begin).transpose()?;
+    let starting = Cancellable::begin()?;
     let streams =
         if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
     let running = containers.start(request, &streams)?;
@@ -346,24 +346,28 @@ fn attend(
     // Until it runs, signals cancel the start.
     let starting = Cancellable::begin()?;
     let running = containers.start_detached(request, output)?;
-    if let Err(cancelled) = starting.cancel.check() {
-        containers.remove(running.container)?;
-        return Err(cancelled.into());
-    }
     let container = &running.container;
-    if context.ui.json {
-        context.ui.json(&json!({"name": container.name(), "rootfs": container.rootfs()}))?;
-    } else {
-        context.ui.line(container.name())?;
+    let mut tell = || -> anyhow::Result<()> {
+        starting.cancel.check()?;
+        if context.ui.json {
+            context.ui.json(&json!({"name": container.name(), "rootfs": container.rootfs()}))?;
+        } else {
+            context.ui.line(container.name())?;
+        }
+        std::io::stdout().flush()?;
+        // The process that the user waits for may have been ended.
+        Ok(ready.write_all(b".")?)
+    };
+    if let Err(error) = tell() {
+        containers.remove(running.container)?;
+        return Err(error);
     }
-    std::io::stdout().flush()?;
-    ready.write_all(b".")?;
     drop(ready);
+    // From here on errors have no reader, and signals of the terminal are for others.
+    let _ = rustix::process::setsid();
+    let _ = cofolio_sys::process::silence();
     interrupt::release();
     drop(starting);
-    // From here on errors have no reader.
-    let _ = cofolio_sys::process::silence();
-    let _ = rustix::process::setsid();
     let (container, status, _) = running.wait(&Cancel::default());
     match status {
         Ok(status) if !args.rm => containers.retire(container, status)?,
@@ -493,12 +497,6 @@ fn pass_on(
 ) -> anyhow::Result<()> {
     let runtime = pidfd(runtime).context("holding on to the runtime")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
-        let pass = |signal| {
-            if let Some(signal) = Signal::from_named_raw(signal) {
-                let _ = pidfd_send_signal(&runtime, signal);
-            }
-        };
-        signals.pending().for_each(|it| pass(it.signal));
         for Origin { signal, cause, .. } in signals.forever() {
             let mut ended = [PollFd::new(&runtime, PollFlags::IN)];
             if poll(&mut ended, Some(&Timespec::default())).is_ok_and(|ended| ended > 0) {
@@ -508,7 +506,9 @@ fn pass_on(
             if cause == Cause::Kernel {
                 continue;
             }
-            pass(signal);
+            if let Some(signal) = Signal::from_named_raw(signal) {
+                let _ = pidfd_send_signal(&runtime, signal);
+            }
         }
     })?;
     Ok(())

@@ -158,8 +158,9 @@ impl WarmArgs {
         };
         // A signal of a terminal has ended the helper as well.
         cancel.check()?;
-        why.into_iter()
-            .for_each(|why| context.ui.note(format!("the image is not read ahead: {why}")));
+        if let Some(why) = why {
+            context.ui.note(format!("the image is not read ahead: {why}"));
+        }
         Ok(())
     }
 }

@@ -91,6 +91,12 @@ fn a_profile_has_what_a_start_opens() {
     // One of which the container had ended went on until Ctrl-C.
     let mut command = machine.command(&["profile", "record", "--container", "it"]);
     let mut recorder = Killed::start(command.stderr(Stdio::piped()));
+    until("it records", || {
+        let fds = fs::read_dir(format!("/proc/{}/fd", recorder.0.id())).ok()?.flatten();
+        let links = fds.filter_map(|fd| fs::read_link(fd.path()).ok());
+        links.into_iter().any(|link| link.ends_with("anon_inode:[fanotify]")).then_some(())
+    });
+    // The container reads ten times a second.
     std::thread::sleep(Duration::from_secs(2));
     machine.run(&["stop", "--time", "0", "it"]).ok();
     let mut said = String::new();

@@ -199,7 +199,7 @@ fn a_signal_while_a_detached_container_starts_leaves_nothing() {
                 r#"
 {runtime} "$@"
 status=$?
-case "$*" in *" create "*) touch {}; until [ -e {} ]; do sleep 0.01; done ;; esac
+case "$*" in *" create "*) touch {}; for _ in $(seq 3000); do [ -e {} ] || sleep 0.01; done ;; esac
 exit $status
 "#,
                 created.display(),

@@ -48,6 +48,8 @@ impl Containers<'_> {
     }
 
     fn take_down(&self, container: &mut Container) -> Result<Option<PathBuf>> {
+        // Nothing stays because a signal has cancelled what comes before this.
+        let _undoing = self.mounter.domain().store().waiting().undo();
         drop(container.busy.take());
         let record = &container.record;
         // A runtime that saw the end of its container has removed its state.

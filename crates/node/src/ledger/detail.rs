@@ -83,7 +83,8 @@ pub struct SharingImage {
 /// What a file is sorted by: the largest figure first, then its path.
 type Entry = (Reverse<u64>, Box<[u8]>, ObjectId);
 
-/// Bytes of the paths of a list of files: an image can have any number of paths, of 4 KiB each.
+/// Bytes of the paths of a list of files, as JSON has them: an image can have any number of paths, of
+/// 4 KiB each.
 const PATHS_MAX: usize = 16 << 20;
 
 /// The first entries of those that are added.
@@ -93,22 +94,36 @@ struct First {
     /// Bytes of their paths.
     bytes: usize,
     entries: BinaryHeap<Entry>,
+    /// The first one for which there was no room: none behind it is among the first.
+    end: Option<Entry>,
 }
 
 impl First {
     fn new(max: usize) -> Self {
-        Self { max, total: 0, bytes: 0, entries: BinaryHeap::new() }
+        Self { max, total: 0, bytes: 0, entries: BinaryHeap::new(), end: None }
     }
 
     fn add(&mut self, entry: Entry) {
         self.total += 1;
-        self.bytes += entry.1.len();
+        if self.end.as_ref().is_some_and(|end| entry >= *end) {
+            return;
+        }
+        self.bytes += json_bytes(&entry.1);
         self.entries.push(entry);
         while self.entries.len() > self.max || self.bytes > PATHS_MAX {
-            let Some((_, path, _)) = self.entries.pop() else { break };
-            self.bytes -= path.len();
+            let Some(last) = self.entries.pop() else { break };
+            self.bytes -= json_bytes(&last.1);
+            self.end = Some(last);
         }
     }
+}
+
+/// At most so many bytes JSON has for a path: it has six for a control character, and three for a
+/// byte that is not UTF-8.
+fn json_bytes(path: &[u8]) -> usize {
+    path.iter()
+        .map(|byte| if byte.is_ascii_control() { 6 } else { 3 - 2 * usize::from(byte.is_ascii()) })
+        .sum()
 }
 
 impl Ledger {
@@ -290,8 +305,14 @@ mod tests {
             assert!(first.bytes <= PATHS_MAX);
         }
         assert_eq!(first.total, 6000);
+        // A short one behind those that have no room is not among the first.
+        first.add((Reverse(0), b"b".as_slice().into(), ObjectId(6000)));
         let paths = paths(first);
         assert_eq!(paths.len(), PATHS_MAX / 4004);
         assert!(paths.iter().enumerate().all(|(at, path)| path.ends_with(&format!("a{at:04}"))));
+
+        let mut first = First::new(usize::MAX);
+        (0..6000).for_each(|_| first.add((Reverse(0), vec![1; 1000].into(), ObjectId(0))));
+        assert_eq!(first.entries.len(), PATHS_MAX / 6000);
     }
 }

@@ -126,6 +126,15 @@ pub struct Ledger {
     pub(super) cancel: Cancel,
 }
 
+/// Who has opened a file.
+#[derive(Clone, Copy, Debug)]
+enum Opener {
+    /// A process of [`Ledger::ignoring_opens_of`].
+    Ignored,
+    In(CgroupId),
+    Unknown,
+}
+
 impl Ledger {
     /// A ledger that has seen nothing yet. `run` is the run directory of the store.
     pub fn new(store: Store, run: RunDir) -> Self {
@@ -164,6 +173,14 @@ impl Ledger {
     #[must_use]
     pub fn with_commons(self, name: &str) -> Self {
         Self { commons: name.to_owned(), ..self }
+    }
+
+    /// What processes of this program open is nobody's use: `cofolio run` looks up a user in the root
+    /// of a container that it is to start.
+    #[must_use]
+    pub fn ignoring_opens_of(mut self, program: &Path) -> Self {
+        self.opened.ignored = processes::file_id(program);
+        self
     }
 
     /// Ends [`Ledger::sample_all`] and [`Ledger::reclaim`] early once this is cancelled.
@@ -509,7 +526,7 @@ impl Ledger {
     fn take_opened(&mut self, budget: &Budget) -> Result<bool> {
         let own = std::process::id();
         // A process opens many files in a row.
-        let mut cgroups: HashMap<u32, Option<CgroupId>> = HashMap::new();
+        let mut openers: HashMap<u32, Opener> = HashMap::new();
         let mut taken = 0;
         loop {
             let events = self.opened.read().map_err(LedgerError::io("fanotify"))?;
@@ -546,12 +563,11 @@ impl Ledger {
                 let link = || fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
                 let opened = self.superblocks.opened(Found::by(&found), link, &self.index);
                 let Some((mount, object)) = opened else { continue };
-                let cgroup = *cgroups.entry(pid).or_insert_with(|| {
-                    let cgroup = self.cgroup_of(pid).ok()??;
-                    self.learn_root(pid, cgroup);
-                    Some(cgroup)
-                });
-                let cgroup = cgroup.or_else(|| self.cgroup_of_mount(unique_id(&found)?));
+                let cgroup = match *openers.entry(pid).or_insert_with(|| self.opener(pid)) {
+                    Opener::Ignored => continue,
+                    Opener::In(cgroup) => Some(cgroup),
+                    Opener::Unknown => unique_id(&found).and_then(|it| self.cgroup_of_mount(it)),
+                };
                 if let Some(first) = &mut self.first_opens {
                     first.note(object, cgroup.and_then(|id| self.cgroups.path(id)));
                 }
@@ -570,6 +586,21 @@ impl Ledger {
             if budget.is_spent() || taken >= OPENS_MAX {
                 return Ok(false);
             }
+        }
+    }
+
+    /// Who a process that has opened a file is.
+    fn opener(&mut self, pid: u32) -> Opener {
+        let ignored = self.opened.ignored;
+        if ignored.is_some() && processes::program(&self.root, pid) == ignored {
+            return Opener::Ignored;
+        }
+        match self.cgroup_of(pid) {
+            Ok(Some(cgroup)) => {
+                self.learn_root(pid, cgroup);
+                Opener::In(cgroup)
+            }
+            _ => Opener::Unknown,
         }
     }
 

@@ -19,6 +19,7 @@ use super::live::TICKS_PER_SECOND;
 use super::openers::Openers;
 use super::superblocks::Superblocks;
 use super::usage::{ObjectId, SuperblockId};
+use crate::processes::Device;
 
 /// How long somebody unknown counts as a user of what was opened.
 const UNKNOWN_TICKS: u32 = 3600 * TICKS_PER_SECOND;
@@ -39,6 +40,8 @@ pub(super) struct OpenedFiles {
     /// Superblocks whose opened files are not noted.
     unmarked: usize,
     pub(super) openers: Openers,
+    /// The program whose processes do not count, by its filesystem and inode.
+    pub(super) ignored: Option<(Device, u64)>,
     /// When somebody unknown opened an object last.
     unknown: HashMap<(SuperblockId, ObjectId), u32>,
     /// When it was last noticed that opened files were missed.

@@ -537,7 +537,6 @@ mod tests {
             let directory = self.root.path().join("image");
             std::fs::create_dir(&directory).unwrap();
             for number in 0..count {
-                // Shorter ones have no object.
                 let content = format!("{number} ").repeat(4096);
                 std::fs::write(directory.join(number.to_string()), content).unwrap();
             }

@@ -114,7 +114,7 @@ struct Users {
 pub(super) struct Candidates {
     pub(super) objects: Vec<ObjectId>,
     pub(super) shared: Vec<ObjectId>,
-    /// How many of `shared` nobody may use: see [`Ledger::doubt`].
+    /// Of how many of `shared` nobody knows whether others use them: see [`Ledger::doubt`].
     pub(super) unsure: u64,
 }
 

@@ -238,8 +238,7 @@ pub fn written_dirs(upper: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(merged(written, WRITABLE_DIRS_MAX))
 }
 
-/// At most so many directories that contain all of these, in order, none of them in another one. More
-/// if more directories of the root are needed.
+/// At most so many directories that contain all of these, in order, none of them in another one.
 fn merged(mut dirs: Vec<PathBuf>, max: usize) -> Vec<PathBuf> {
     loop {
         dirs.sort();
@@ -247,8 +246,11 @@ fn merged(mut dirs: Vec<PathBuf>, max: usize) -> Vec<PathBuf> {
         let depth = |dir: &PathBuf| dir.components().count();
         let deepest = dirs.iter().map(depth).max().unwrap_or_default();
         // The root and a directory in it are two components.
-        if dirs.len() <= max || deepest <= 2 {
+        if dirs.len() <= max {
             return dirs;
+        }
+        if deepest <= 2 {
+            return vec![PathBuf::from("/")];
         }
         dirs.iter_mut().filter(|dir| depth(dir) == deepest).for_each(|dir| {
             dir.pop();
@@ -430,6 +432,6 @@ mod tests {
         assert_eq!(merged(many.clone(), 4), some);
         assert_eq!(merged(many.clone(), 3), dirs(&["/etc/x", "/var/cache", "/var/log"]));
         assert_eq!(merged(many.clone(), 2), dirs(&["/etc", "/var"]));
-        assert_eq!(merged(many, 1), dirs(&["/etc", "/var"]));
+        assert_eq!(merged(many, 1), dirs(&["/"]));
     }
 }

@@ -76,6 +76,34 @@ fn what_is_opened_right_after_a_mount_is_seen() {
     }
 }
 
+/// `cofolio run` looked up the user in the root of a container, and then the shell that had started it
+/// was a container of that image.
+#[test]
+fn what_the_program_itself_opens_is_nobodys_use() {
+    let test = "what_the_program_itself_opens_is_nobodys_use";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let pair = Pair::new();
+    let target = pair.mount(1, "m2", Access::ReadOnly);
+    let own = pair.dir.path().join("tail");
+    fs::copy("/usr/bin/tail", &own).unwrap();
+    let Some(ledger) = watched(test, &pair) else { return };
+    let mut ledger = ledger.ignoring_opens_of(&own);
+    for (program, expected) in [(own.as_path(), [0, 0, 0]), (Path::new("/usr/bin/tail"), [0, 0, 1])]
+    {
+        let enter = "echo 0 >\"$0\" && exec \"$1\" -f \"$2\"";
+        let mut tail = Command::new("sh");
+        tail.args(["-c", enter]).arg(group.procs()).arg(program).arg(target.join("deep/own"));
+        let mut tail = tail.stdout(Stdio::piped()).spawn().unwrap();
+        // It has opened the file once it prints it.
+        tail.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+        assert_eq!(users(&mut ledger, &pair), expected, "{}", program.display());
+        tail.kill().unwrap();
+        tail.wait().unwrap();
+    }
+    pair.umount(&target);
+}
+
 /// The queue of new mounts overflowed, and what was opened on a mount whose event was lost was not
 /// seen.
 #[test]
