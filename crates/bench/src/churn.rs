@@ -362,8 +362,8 @@ impl Left {
 impl ShortLived {
     fn table(&self) -> String {
         let mut text = String::from(
-            "| images | containers | dying cgroups of the machine before | after | those of the containers |\n\
-             |---|--:|--:|--:|--:|\n",
+            "| images | containers | dying cgroups of the machine before | after \
+             | those of the containers |\n|---|--:|--:|--:|--:|\n",
         );
         for it in &self.left {
             let Left { containers, dying_before, dying_after, dying_left, .. } = it;

@@ -72,8 +72,8 @@ pub const DAMAGED: &str =
 /// For an image file, which may not be the store's.
 const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
-const DAMAGED_PROFILE: &str = "`cofolio profile record IMAGE` makes another one (with --rw also of where it writes); \
-     `cofolio profile rm IMAGE` removes it";
+const DAMAGED_PROFILE: &str = "`cofolio profile record IMAGE` makes another one (with --rw also of \
+     where it writes); `cofolio profile rm IMAGE` removes it";
 
 /// What mends a damaged file of the store, by its path relative to the store.
 pub fn mending(path: &str) -> &'static str {

@@ -177,7 +177,7 @@ pub fn serve(
 /// allowed, at another socket, but rarely intended.
 ///
 /// # Errors
-/// What to say then.
+/// The sentence to say then.
 fn lock_run_dir(run: &RunDir) -> Result<File, String> {
     let at = run.path().display();
     let lock = || {

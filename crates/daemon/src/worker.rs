@@ -301,8 +301,8 @@ impl Worker {
     }
 }
 
-/// When which step is due: one after the other, each until it is complete. What is dropped in a
-/// round of [`Step::Relieve`] may take hours, so that goes on in turn with the others.
+/// When which step is due: one after the other, each until it is complete. A round of
+/// [`Step::Relieve`] may take hours, so it takes turns with the others.
 #[derive(Debug)]
 struct Due {
     period: Duration,

@@ -207,8 +207,8 @@ impl Hierarchy {
         Ok(Cgroup { hierarchy: self.clone(), path, stays })
     }
 
-    /// The processes in a cgroup and in those below it. What vanishes meanwhile has none. A
-    /// container can have any number of cgroups: `between` is called before each of them.
+    /// The processes in a cgroup and in those below it. A cgroup that vanishes meanwhile has
+    /// none. A container can have any number of cgroups: `between` is called before each of them.
     ///
     /// # Errors
     /// Those of reading its files: `EOPNOTSUPP` for a threaded cgroup of version 2, which has no

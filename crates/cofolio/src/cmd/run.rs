@@ -252,7 +252,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         _ => attach(args, context, &containers, &request, work),
     };
     match ended {
-        // Whoever recorded it says why they do not any more, unless they were killed.
+        // The recorder says why it has given up, unless it was killed.
         Err(_) if unrecorded.is_cancelled() => Ok(Ended::Container(NOT_STARTED)),
         Err(error) if args.writable_recorded => Err(of_recorded_dirs(error, image.digest)),
         ended => ended,

@@ -165,7 +165,7 @@ impl WarmArgs {
     }
 }
 
-/// What a process ended with, which says little. It is killed when the work is cancelled.
+/// How a process ended, and the little that it said. It is killed when the work is cancelled.
 fn output(command: &mut Command, cancel: &Cancel) -> io::Result<Output> {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     if cancel.wait_for(|| anyhow::Ok(child.try_wait()?)).is_err() {

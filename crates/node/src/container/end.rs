@@ -312,7 +312,8 @@ pub(super) fn hangs(first: Pid, start: &Child) -> io::Result<bool> {
     Ok(killed && !ends_within(&handles[1], KILLED_PATIENCE))
 }
 
-fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {
+/// Waits so long for a process to end, and says whether it has.
+pub(crate) fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let Ok(timeout) = Timespec::try_from(patience) else { return false };
     let mut fds = [PollFd::new(handle, PollFlags::IN)];

@@ -45,6 +45,7 @@ use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
 use crate::mount::{At as _, Check, MountError, Mounter, is_at, read_json, read_small, try_flock};
 
+pub(crate) use end::ends_within;
 pub use end::pidfd;
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;

@@ -175,8 +175,8 @@ impl Ledger {
         Self { commons: name.to_owned(), ..self }
     }
 
-    /// What processes of this program open is nobody's use: `cofolio run` looks up a user in the root
-    /// of a container that it is to start.
+    /// Files that processes of this program open are in nobody's use: `cofolio run` looks up a user in
+    /// the root of a container that it is to start.
     #[must_use]
     pub fn ignoring_opens_of(mut self, program: &Path) -> Self {
         self.opened.ignored = processes::file_id(program);

@@ -46,12 +46,12 @@ pub(super) struct OpenedFiles {
     unknown: HashMap<(SuperblockId, ObjectId), u32>,
     /// When it was last noticed that opened files were missed.
     missed: Option<u32>,
-    /// What was missed, and opened by somebody unknown, since the ledger began.
+    /// Opens that were missed, and those by somebody unknown, since the ledger began.
     pub(super) count: Unknown,
 }
 
 impl OpenedFiles {
-    /// Makes a queue. What was opened since there was one before was missed.
+    /// Makes a queue. Files that were opened since the end of the last one were missed.
     ///
     /// # Errors
     /// Those of [`Opens::new`].
@@ -170,7 +170,7 @@ fn is_new(time: u32, now: u32) -> bool {
 mod tests {
     use super::*;
 
-    /// What was searched through once by a process of the machine stayed in use for good.
+    /// Files that a process of the machine had searched through once stayed in use for good.
     #[test]
     fn somebody_unknown_is_a_user_for_an_hour_at_most() {
         let mut opened = OpenedFiles::default();

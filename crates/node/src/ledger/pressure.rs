@@ -13,8 +13,8 @@
 //! in a row the rest is taken for mapped as well: they are used anew with each look at processes, and so
 //! come last.
 //!
-//! What somebody unknown may use stays: what was opened by an unknown process within the last hour,
-//! and if opened files were missed in that time, all that was resident then.
+//! Objects that somebody unknown may use stay: those that an unknown process has opened within the
+//! last hour, and if opened files were missed in that time, all that were resident then.
 //!
 //! The kernel's PSI of a cgroup counts tasks of the cgroups below it, so a stall is that of the lowest
 //! ones that show it. The other figures are of one cgroup alone: its own limit was met. What went from
@@ -87,8 +87,8 @@ struct Pressed {
     is_stalled: bool,
     /// The lowest cgroup above it that is under pressure, too.
     above: Option<usize>,
-    /// What it alone uses with those below it, but for what one of these alone uses that is under
-    /// pressure itself. The next one to drop last.
+    /// Objects that it alone uses with those below it, but for those that one of these alone uses that
+    /// is under pressure itself. The next one to drop last.
     objects: Vec<ObjectId>,
     /// What was freed of it and of those below it.
     freed_bytes: u64,
@@ -105,8 +105,8 @@ impl Pressure {
         self.unused.retain(|id| !objects.contains(id));
     }
 
-    /// Somebody uses an object, whoever it is. Whoever was under pressure may be the only one who
-    /// uses it still, but not as the least recently used one.
+    /// Somebody uses an object. Even if that is the cgroup under pressure, and no other one uses it, it
+    /// is not the least recently used one any more.
     pub(super) fn note_use(&mut self, object: ObjectId) {
         self.unused.remove(&object);
     }
@@ -503,6 +503,13 @@ mod tests {
             planted
         }
 
+        /// The same with version 2 and another policy.
+        fn with(bytes: u64, left_behind: bool) -> Self {
+            let mut planted = Self::new(Version::V2);
+            planted.ledger.set_policy(ReclaimPolicy { bytes, percent: 10.0, left_behind });
+            planted
+        }
+
         fn write(&self, path: &str, text: &str) {
             let path = self.root.path().join(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -702,7 +709,7 @@ mod tests {
             let objects = it.objects.iter().rev().map(|object| object.0);
             (&*it.path, objects.collect::<Vec<_>>())
         });
-        // What a container lost is not tried again for its pod.
+        // An object that a container lost is not tried again for its pod.
         assert_eq!(
             found.collect::<Vec<_>>(),
             [("/pod/a", vec![2, 3, 7, 0]), ("/pod", vec![4, 8, 1])]
@@ -717,9 +724,7 @@ mod tests {
     /// The bytes of a round went for a container, and then once more for its pod.
     #[test]
     fn the_bytes_of_a_round_are_of_a_cgroup_with_those_below() {
-        let mut planted = Planted::new(Version::V2);
-        let policy = ReclaimPolicy { bytes: 100, percent: 10.0, left_behind: false };
-        planted.ledger.set_policy(policy);
+        let mut planted = Planted::with(100, false);
         planted.import(3);
         planted.used("/pod/a", &[(0, 1)]);
         planted.used("/pod/b", &[(1, 1)]);
@@ -740,13 +745,11 @@ mod tests {
         assert_eq!(pressure.freed_bytes, 80);
     }
 
-    /// What was found for a container was dropped many steps later, although another one, or the
-    /// container itself, had used it by then.
+    /// Objects that were found for a container were dropped many steps later, although another one, or
+    /// the container itself, had used them by then.
     #[test]
     fn what_is_used_after_the_search_stays() {
-        let mut planted = Planted::new(Version::V2);
-        let policy = ReclaimPolicy { bytes: 1 << 30, percent: 10.0, left_behind: false };
-        planted.ledger.set_policy(policy);
+        let mut planted = Planted::with(1 << 30, false);
         planted.import(4);
         let a = planted.used("/pod/a", &[(0, 1), (1, 2), (2, 3), (3, 4)]);
         let b = planted.used("/pod/b", &[]);
@@ -763,9 +766,7 @@ mod tests {
     /// dropped what containers had open. One unknown opener of one file protected that for an hour.
     #[test]
     fn nothing_goes_while_opened_files_may_have_been_missed() {
-        let mut planted = Planted::new(Version::V2);
-        let policy = ReclaimPolicy { bytes: 1 << 30, percent: 10.0, left_behind: true };
-        planted.ledger.set_policy(policy);
+        let mut planted = Planted::with(1 << 30, true);
         planted.import(6);
         let a = planted.used("/pod/a", &[(0, 1), (1, 2), (2, 3)]);
         planted.pressed();
@@ -785,7 +786,7 @@ mod tests {
         assert_eq!(left_alone(&planted.ledger), (0, 3, 3));
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0; 0]);
-        // What has come into memory since was opened by somebody known.
+        // Objects that have come into memory since were opened by somebody known.
         let now = planted.ledger.now();
         for object in [1, 3].map(ObjectId) {
             planted.ledger.index.set_resident(object, 0, now);
@@ -801,9 +802,7 @@ mod tests {
     /// Files were missed after the search, and what it had found was dropped all the same.
     #[test]
     fn nothing_goes_that_was_found_before_opened_files_were_missed() {
-        let mut planted = Planted::new(Version::V2);
-        let policy = ReclaimPolicy { bytes: 1 << 30, percent: 10.0, left_behind: true };
-        planted.ledger.set_policy(policy);
+        let mut planted = Planted::with(1 << 30, true);
         planted.import(3);
         planted.used("/pod/a", &[(0, 1), (1, 2)]);
         planted.pressed();

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Profile, ProfileError, Recorder, written_dirs};
-use crate::container::{Containers, RunError, pidfd};
+use crate::container::{Containers, RunError, ends_within, pidfd};
 use crate::mount::{MountPhase, Mounter};
 
 /// How long a container may take to end before it is killed.
@@ -140,10 +140,7 @@ fn record_running(
     let found = all.find(|it| it.record.name == name);
     let found = found.and_then(|it| Some((it.record.image, pidfd(it.pid?).ok()?)));
     let (image, first) = found.ok_or_else(|| RunError::NotRunning(name.to_owned()))?;
-    let has_ended = || {
-        let mut first = [PollFd::new(&first, PollFlags::IN)];
-        poll(&mut first, Some(&Timespec::default())).is_ok_and(|ended| ended > 0)
-    };
+    let has_ended = || ends_within(&first, Duration::ZERO);
     let mut recorder = Recorder::begin(mounter.domain(), mounter.run_dir().clone(), image, name)?;
     note(&mut recorder, has_ended, time, task)?;
     let (mut profile, lost_opens) = recorder.end()?;

@@ -193,19 +193,26 @@ fn a_container_that_waits_for_memory_loses_what_it_alone_uses() {
     opened.pair.umount(&opened.top);
 }
 
+const THREE: [(&str, usize); 3] = [("x", 11), ("y", 12), ("z", 13)];
+
+/// [`THREE`] files that a container under pressure alone has open.
+fn three_opened(test: &str, cgroup: &Cgroup) -> Option<(Opened, [Holder; 3])> {
+    let mut opened = Opened::new(test, &THREE)?;
+    let holders = THREE.map(|(file, _)| Holder::opener(&opened.top.join(file), cgroup));
+    opened.ledger.sample_all().unwrap();
+    opened.ledger.set_policy(UNDER_PRESSURE);
+    assert_eq!(opened.relieve(), [true; 3]);
+    opened.press(cgroup);
+    Some((opened, holders))
+}
+
 /// All that one container might lose was tried in one step, whatever the budget.
 #[test]
 fn a_step_of_the_policy_ends_with_its_budget() {
     let test = "a_step_of_the_policy_ends_with_its_budget";
     let Some(_alone) = alone(test) else { return };
     let Some(a) = cgroup(test, "a") else { return };
-    let files = [("x", 11), ("y", 12), ("z", 13)];
-    let Some(mut opened) = Opened::new(test, &files) else { return };
-    let holders = files.map(|(file, _)| Holder::opener(&opened.top.join(file), &a));
-    opened.ledger.sample_all().unwrap();
-    opened.ledger.set_policy(UNDER_PRESSURE);
-    assert_eq!(opened.relieve(), [true; 3]);
-    opened.press(&a);
+    let Some((mut opened, holders)) = three_opened(test, &a) else { return };
     let mut left = 3;
     loop {
         let is_complete = opened.ledger.relieve(&Budget::of(Duration::ZERO));
@@ -227,18 +234,12 @@ fn what_another_container_opens_between_two_steps_stays() {
     let test = "what_another_container_opens_between_two_steps_stays";
     let Some(_alone) = alone(test) else { return };
     let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
-    let files = [("x", 11), ("y", 12), ("z", 13)];
-    let Some(mut opened) = Opened::new(test, &files) else { return };
-    let holders = files.map(|(file, _)| Holder::opener(&opened.top.join(file), &a));
-    opened.ledger.sample_all().unwrap();
-    opened.ledger.set_policy(UNDER_PRESSURE);
-    assert_eq!(opened.relieve(), [true; 3]);
-    opened.press(&a);
+    let Some((mut opened, holders)) = three_opened(test, &a) else { return };
     while opened.resident() == [true; 3] {
         assert!(!opened.ledger.relieve(&Budget::of(Duration::ZERO)));
     }
     let number = opened.resident().iter().position(|it| *it).unwrap();
-    let other = Holder::opener(&opened.top.join(files[number].0), &b);
+    let other = Holder::opener(&opened.top.join(THREE[number].0), &b);
     opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
     assert!(opened.ledger.relieve(&Budget::UNLIMITED));
     let mut left = [false; 3];

@@ -548,7 +548,7 @@ fn a_process_that_cannot_be_asked_is_no_user() {
 }
 
 /// A container made its mountinfo as long as it liked, and `umount` and `gc` read all of it into
-/// memory. What is not read may show the mount.
+/// memory. The part that is not read may show the mount.
 #[test]
 fn a_mountinfo_that_is_too_long_to_be_read_leaves_doubt() {
     use super::super::in_use::is_bound;
