@@ -86,11 +86,10 @@ fn what_the_program_itself_opens_is_nobodys_use() {
     let pair = Pair::new();
     let target = pair.mount(1, "m2", Access::ReadOnly);
     let own = pair.dir.path().join("tail");
-    fs::copy("/usr/bin/tail", &own).unwrap();
+    fs::copy("/bin/tail", &own).unwrap();
     let Some(ledger) = watched(test, &pair) else { return };
     let mut ledger = ledger.ignoring_opens_of(&own);
-    for (program, expected) in [(own.as_path(), [0, 0, 0]), (Path::new("/usr/bin/tail"), [0, 0, 1])]
-    {
+    for (program, expected) in [(own.as_path(), [0, 0, 0]), (Path::new("/bin/tail"), [0, 0, 1])] {
         let enter = "echo 0 >\"$0\" && exec \"$1\" -f \"$2\"";
         let mut tail = Command::new("sh");
         tail.args(["-c", enter]).arg(group.procs()).arg(program).arg(target.join("deep/own"));
