@@ -116,9 +116,10 @@ impl Goals {
         text
     }
 
-    /// [`Exit::Failure`] if a goal is missed.
+    /// [`Exit::Failure`] if a goal is missed or not proved.
     pub(crate) fn exit(&self) -> Exit {
-        match self.list.iter().any(|goal| goal.verdict == Verdict::Missed) {
+        let is_open = |goal: &Goal| matches!(goal.verdict, Verdict::Missed | Verdict::NotProved);
+        match self.list.iter().any(is_open) {
             true => Exit::Failure,
             false => Exit::Ok,
         }
@@ -155,7 +156,7 @@ mod tests {
         let unsure = of(1.044, Some([0.752, 1.131]));
         let line = "| p99 | 1.044 (95 %: 0.752 to 1.131) | 1.1 | not proved |\n";
         assert!(unsure.table().contains(line), "{}", unsure.table());
-        assert_eq!(unsure.exit(), Exit::Ok);
+        assert_eq!(unsure.exit(), Exit::Failure);
         assert!(of(1.044, Some([0.9, 1.1])).table().contains("| met |"));
         assert_eq!(of(1.2, Some([0.9, 1.3])).exit(), Exit::Failure);
     }

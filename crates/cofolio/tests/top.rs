@@ -14,7 +14,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use common::daemon::{Daemon, request};
-use common::{Killed, Sandbox, can_mount, cofolio};
+use common::{Killed, Sandbox, can_mount, cofolio, run_with_input};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
@@ -43,6 +43,23 @@ fn reader(file: &str) -> Killed {
     const READ: &str = "while exec 3<\"$0\"; do cat <&3; sleep 0.1; done";
     let mut command = Command::new("sh");
     Killed::start(command.args(["-c", READ, file]).stdout(Stdio::null()))
+}
+
+/// In a PID namespace there were no containers, and nothing said why.
+#[test]
+fn a_pid_namespace_is_a_warning() {
+    if !can_mount("a_pid_namespace_is_a_warning") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree:1");
+    let cofolio = cofolio();
+    let namespace = ["--pid", "--fork", "--mount-proc", cofolio.to_str().unwrap(), "top", "--json"];
+    let ran = run_with_input(sandbox.command_of(Path::new("unshare"), &namespace), b"");
+    let warnings = ran.json()["warnings"].to_string();
+    assert!(warnings.contains("PID namespace"), "{warnings}");
+    let warnings = sandbox.run(&["top", "--json"]).json()["warnings"].to_string();
+    assert!(!warnings.contains("PID namespace"), "{warnings}");
 }
 
 #[test]

@@ -7,12 +7,13 @@ use std::error::Error;
 use std::fs::File;
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use hyper::header::{AUTHORIZATION, HOST};
 use hyper::{HeaderMap, StatusCode};
+use rustix::fs::OFlags;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
@@ -39,6 +40,9 @@ pub struct AuthFiles {
 
 /// Characters that a token has at least.
 const TOKEN_MIN: usize = 16;
+
+/// Bytes that are read of a file with keys or certificates.
+const BYTES_MAX: u64 = 1 << 20;
 
 /// Decides who may read: [`AuthFiles`] with its files read.
 pub(crate) struct Auth {
@@ -159,25 +163,45 @@ fn tls(
 
 /// The certificates of a PEM file, at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ListenError> {
-    let certificates = CertificateDer::pem_file_iter(path).map_err(failed(path))?;
-    let certificates: Vec<_> = certificates.collect::<Result<_, _>>().map_err(failed(path))?;
+    let pem = read(open(path)?, path)?;
+    let certificates = CertificateDer::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();
+    let certificates = certificates.map_err(failed(path))?;
     match certificates.is_empty() {
         true => Err(failed(path)("it has no certificate")),
         false => Ok(certificates),
     }
 }
 
+/// Opens a plain file. A reload must not wait for the other end of a FIFO: clients wait meanwhile.
+fn open(path: &Path) -> Result<File, ListenError> {
+    let nonblock = OFlags::NONBLOCK.bits().cast_signed();
+    let opened = File::options().read(true).custom_flags(nonblock).open(path);
+    let file = opened.map_err(failed(path))?;
+    match file.metadata().map_err(failed(path))?.is_file() {
+        true => Ok(file),
+        false => Err(failed(path)("it is not a plain file")),
+    }
+}
+
+/// Reads a file, but no more than keys and certificates have.
+fn read(file: File, path: &Path) -> Result<Vec<u8>, ListenError> {
+    let mut bytes = Vec::new();
+    file.take(BYTES_MAX + 1).read_to_end(&mut bytes).map_err(failed(path))?;
+    match bytes.len() as u64 > BYTES_MAX {
+        true => Err(failed(path)(format!("it has more than {BYTES_MAX} bytes"))),
+        false => Ok(bytes),
+    }
+}
+
 /// Reads a file that not every user may open.
 fn read_secret(path: &Path) -> Result<Vec<u8>, ListenError> {
-    let mut file = File::open(path).map_err(failed(path))?;
+    let file = open(path)?;
     let mode = file.metadata().map_err(failed(path))?.mode() & 0o777;
     if mode & 0o007 != 0 {
         let why = format!("every user may open it (mode {mode:o}): `chmod 600` it");
         return Err(failed(path)(why));
     }
-    let mut text = Vec::new();
-    file.read_to_end(&mut text).map_err(failed(path))?;
-    Ok(text)
+    read(file, path)
 }
 
 fn read_token(path: &Path) -> Result<Box<[u8]>, ListenError> {
@@ -220,6 +244,7 @@ fn check_host(headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
 #[cfg(test)]
 mod tests {
     use hyper::header::HeaderValue;
+    use rustix::fs::{CWD, FileType, Mode};
 
     use super::*;
 
@@ -237,6 +262,25 @@ mod tests {
         }
         assert!(!check("Bearer 0123456789abcde") && !check("Bearer 0123456789abcdef0"));
         assert!(auth.check(&HeaderMap::new()).is_err());
+    }
+
+    /// A reload waited for whoever would open the other end of a FIFO, and so did all clients.
+    #[test]
+    fn only_plain_files_of_a_sensible_size_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        let why = || {
+            let files = AuthFiles { token: Some(path.clone()), ..AuthFiles::default() };
+            let error = Auth::new(&files).err().unwrap();
+            error.source().unwrap().to_string()
+        };
+        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RWXU, 0).unwrap();
+        assert_eq!(why(), "it is not a plain file");
+        std::fs::remove_file(&path).unwrap();
+        let file = File::create(&path).unwrap();
+        file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        file.set_len(BYTES_MAX + 1).unwrap();
+        assert!(why().contains("more than"), "{}", why());
     }
 
     /// A token that every user can open was refused, and a key was not.

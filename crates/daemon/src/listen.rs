@@ -199,23 +199,6 @@ fn listen_at(path: &Path, gid: Option<u32>) -> Result<(UnixListener, SocketFile)
     Ok((listener, file))
 }
 
-/// Makes the directories that a path is in. Whatever the umask, members of the group have to get to
-/// the socket.
-pub(crate) fn make_parents(path: &Path) -> Result<(), ListenError> {
-    let is_missing = |dir: &&Path| !dir.as_os_str().is_empty() && !dir.is_dir();
-    let missing: Vec<_> = path.ancestors().skip(1).take_while(is_missing).collect();
-    for dir in missing.into_iter().rev() {
-        let passable = std::fs::Permissions::from_mode(0o711);
-        match std::fs::create_dir(dir) {
-            // Another process, with a mount perhaps, was first.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
-            made => made.and_then(|()| std::fs::set_permissions(dir, passable)),
-        }
-        .map_err(failed(dir.display()))?;
-    }
-    Ok(())
-}
-
 /// Listens at a path. Only root can connect, from the first moment: the kernel takes the mode of
 /// the file from the socket. The umask would be changed for other threads, too, which make files.
 fn bind(path: &Path) -> io::Result<UnixListener> {
@@ -369,19 +352,6 @@ mod tests {
         let error = unix(&path, None).unwrap_err().to_string();
         assert!(error.contains("has 104 bytes") && error.ends_with("at most 103"), "{error}");
         assert!(!beside(&path, ".lock").exists());
-    }
-
-    /// Directories above the last one had the umask's mode, and with one of 077 the group could not
-    /// reach the socket.
-    #[test]
-    fn all_directories_that_are_made_can_be_passed() {
-        let dir = tempfile::tempdir().unwrap();
-        make_parents(&dir.path().join("one/two/socket")).unwrap();
-        for made in ["one", "one/two"] {
-            let mode = dir.path().join(made).metadata().unwrap().mode() & 0o777;
-            assert_eq!(mode, 0o711, "{made}");
-        }
-        make_parents(Path::new("socket")).unwrap();
     }
 
     /// A daemon that failed after it had made its socket left the file.

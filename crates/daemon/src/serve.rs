@@ -104,10 +104,10 @@ pub fn serve(
     let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
     let lock = lock_run_dir(&options.run);
-    let (listeners, socket) = open_sockets(&options, &auth, said)?;
     if let Err(why) = &lock {
         said(why);
     }
+    let (listeners, socket) = open_sockets(&options, &auth, said)?;
     let cancel = Cancel::default();
     // Somebody can hold a lock of the store for as long as they like.
     let store = &options.store.clone().waits_until(cancel.clone());
@@ -213,10 +213,7 @@ fn open_sockets(
     let tcp = options.listen.map(|address| listen::tcp(address, auth)).transpose()?;
     let unix = match is_activated {
         true => None,
-        false => {
-            listen::make_parents(options.run.path())?;
-            Some(listen::unix(&options.socket, options.group.as_deref())?)
-        }
+        false => Some(listen::unix(&options.socket, options.group.as_deref())?),
     };
     // Nothing can fail any more.
     if let Some((tcp, asked)) = tcp.zip(options.listen) {
@@ -241,7 +238,9 @@ fn listen_again(
     said: &dyn Fn(&str),
 ) -> Result<(Listener, SocketFile), ListenError> {
     let at = options.socket.display();
-    let listening = listen::make_parents(options.run.path()).and_then(|()| file.make_again());
+    // Where it cannot be made, the socket may be elsewhere.
+    let _ = options.run.prepare();
+    let listening = file.make_again();
     match &listening {
         Ok(_) => said(&format!("listening at {at} again: somebody removed the socket")),
         Err(_) => said(&format!("somebody removed the socket {at}")),

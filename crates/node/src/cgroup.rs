@@ -439,19 +439,28 @@ pub(crate) fn is_at_or_below(path: &str, top: &str) -> bool {
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// The path of a process's cgroup below the root of a hierarchy. Fails for one that has ended: in
-/// version 1, the kernel says of a zombie that it is in `/`.
+/// The path of a process's cgroup below the root of a hierarchy. A cgroup whose name is not UTF-8
+/// counts as the one above it. Fails for a process that has ended: in version 1, the kernel says of
+/// a zombie that it is in `/`.
 pub(crate) fn of_process(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
     let directory = processes::directory(root, pid);
-    let text = fs::read_to_string(directory.join("cgroup"))?;
-    let path = path_in(&text, version).map(str::to_owned);
+    let text = kernel_text::read(&directory.join("cgroup"))?;
+    let path = path_in(&text, version).map(|path| up_to_odd_name(path).to_owned());
     if version == Version::V1
         && path.as_deref() == Some("/")
-        && is_ending(&fs::read_to_string(directory.join("stat"))?)
+        && is_ending(&kernel_text::read(&directory.join("stat"))?)
     {
         return Err(io::ErrorKind::NotFound.into());
     }
     Ok(path)
+}
+
+/// The path above the first name that was not UTF-8.
+fn up_to_odd_name(path: &str) -> &str {
+    match path.find(char::REPLACEMENT_CHARACTER) {
+        Some(odd) => path[..odd].rfind('/').map_or("/", |end| &path[..end.max(1)]),
+        None => path,
+    }
 }
 
 /// Whether the kernel is ending the process: `PF_EXITING` of `include/linux/sched.h` in the flags

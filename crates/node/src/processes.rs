@@ -7,10 +7,12 @@ pub mod fuzz;
 use std::fs;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_sys::mount::{UNIQUE_ID, unique_id};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::io::Errno;
 
 use crate::address_space::Maps;
 use crate::kernel_text::for_each_line_of;
@@ -52,6 +54,20 @@ impl Mapping<'_> {
         let (start, end) = std::str::from_utf8(self.range).ok()?.split_once('-')?;
         Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
     }
+}
+
+/// Whether every process of the machine is among [`all`]: in a PID namespace others are hidden.
+pub(crate) fn are_all_visible(root: &Path) -> bool {
+    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first PID namespace sees every process.
+    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+    let namespace = fs::metadata(root.join("proc/thread-self/ns/pid"));
+    namespace.is_ok_and(|it| it.ino() == FIRST_PID_NAMESPACE)
+}
+
+/// Whether an error from a file in `/proc/PID` says that the process has ended.
+pub(crate) fn has_ended(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
 /// The numbers of all processes.

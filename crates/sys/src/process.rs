@@ -70,7 +70,7 @@ pub fn passed_sockets() -> io::Result<Vec<OwnedFd>> {
     if number("LISTEN_PID") != Some(std::process::id()) {
         return Ok(Vec::new());
     }
-    let count = number("LISTEN_FDS").unwrap_or(0).min(16).cast_signed();
+    let count = number("LISTEN_FDS").unwrap_or(0).cast_signed();
     let mut sockets = Vec::new();
     for fd in 3..3 + count {
         // SAFETY: fcntl takes a number; one that is no descriptor is an error.

@@ -540,11 +540,8 @@ impl Index {
         page_files: &HashMap<ObjectId, PathBuf>,
         budget: &Budget,
     ) -> bool {
-        let open = |it: &IndexedDomain| {
-            // A simulated disk has none.
-            it.domain.objects_dir().map_or(Err(Errno::NOTSUP), |path| open_dir(&path))
-        };
-        let directories: Vec<rustix::io::Result<OwnedFd>> = self.domains.iter().map(open).collect();
+        // One at a time: there can be more trust domains than descriptors.
+        let mut directory = None;
         let first = self.next;
         while self.next < self.objects.len() {
             if self.next > first && budget.is_spent() {
@@ -552,8 +549,11 @@ impl Index {
             }
             let id = ObjectId(u32::try_from(self.next).unwrap_or(u32::MAX));
             self.next += 1;
-            let object = self.object(id);
-            if let Some(directory) = object.and_then(|it| directories.get(it.domain as usize)) {
+            let Some(number) = self.object(id).map(|it| it.domain) else { continue };
+            if directory.as_ref().is_none_or(|(of, _)| *of != number) {
+                directory = Some((number, self.open_objects(number)));
+            }
+            if let Some((_, directory)) = &directory {
                 self.look_at(id, directory, page_files.get(&id), charges, now);
             }
         }
@@ -563,6 +563,13 @@ impl Index {
         (self.next, self.next_domain) = (0, 0);
         self.unseen = std::mem::take(&mut self.missed);
         true
+    }
+
+    /// The directory of a trust domain's objects.
+    fn open_objects(&self, domain: u16) -> rustix::io::Result<OwnedFd> {
+        let path = self.domains.get(domain as usize).and_then(|it| it.domain.objects_dir());
+        // A simulated disk has none.
+        path.map_or(Err(Errno::NOTSUP), |path| open_dir(&path))
     }
 
     /// Looks how much of an object is resident. `directory` is that of its domain's objects,

@@ -50,6 +50,10 @@ pub(super) const TICKS_PER_SECOND: u32 = 16;
 /// 0.58 GB.
 const USAGE_BYTES_MAX: u64 = 2 << 30;
 
+/// The warning where the ledger cannot see who uses objects.
+const HIDDEN: &str = "this process is in a PID namespace, where it sees only some of the machine's \
+                      processes: containers may be missing, and no object is known to be unused";
+
 /// Memory of the usage lists.
 #[derive(Debug, Clone, Copy)]
 pub struct UsageCost {
@@ -342,6 +346,10 @@ impl Ledger {
             self.round = processes::all(&self.root).map_err(LedgerError::io(path))?;
             self.of_processes.this = self.now();
             self.unread = Missed::default();
+            if !processes::are_all_visible(&self.root) {
+                self.unread.add(|| HIDDEN.to_owned());
+                self.note_missed_opens();
+            }
         }
         while let Some(pid) = self.round.pop() {
             self.look_at(pid);
@@ -388,15 +396,26 @@ impl Ledger {
         }
     }
 
-    /// Notes what a process maps. Says why not all of it could be noted.
+    /// Notes what a process maps, unless it has ended. Says why not all of it could be noted as a use
+    /// by its cgroup: what could not is in use by somebody unknown.
     fn note_mapped(&mut self, pid: u32, used: Vec<(SuperblockId, ObjectId)>) -> Result<(), String> {
-        let cgroup = self.cgroup_of(pid).map_err(|error| format!("its cgroup: {error}"))?;
-        let cgroup = cgroup.ok_or("there is no room for the path of its cgroup")?;
-        self.learn_root(pid, cgroup);
+        let cgroup = match self.cgroup_of(pid) {
+            Err(error) if processes::has_ended(&error) => return Ok(()),
+            Err(error) => Err(format!("its cgroup: {error}")),
+            Ok(None) => Err("there is no room for the path of its cgroup".to_owned()),
+            Ok(Some(cgroup)) => Ok(cgroup),
+        };
+        if let Ok(cgroup) = cgroup {
+            self.learn_root(pid, cgroup);
+        }
         let mut fits = true;
         for (mount, object) in used {
-            fits &= self.note_use(mount, cgroup, object);
+            if !cgroup.as_ref().is_ok_and(|cgroup| self.note_use(mount, *cgroup, object)) {
+                self.note_unknown_use(mount, object);
+                fits = false;
+            }
         }
+        cgroup?;
         fits.then_some(()).ok_or_else(|| "there is no room for all that it uses".to_owned())
     }
 
@@ -575,11 +594,11 @@ impl Ledger {
                     Some(cgroup) if self.note_use(mount, cgroup, object) => {}
                     Some(_) => {
                         self.opened.count.files += 1;
-                        self.note_unknown_open(mount, object);
+                        self.note_unknown_use(mount, object);
                     }
                     None => {
                         self.opened.count.openers += 1;
-                        self.note_unknown_open(mount, object);
+                        self.note_unknown_use(mount, object);
                     }
                 }
             }
@@ -656,8 +675,8 @@ impl Ledger {
         self.pressure.note_missed_opens();
     }
 
-    /// Somebody unknown opened an object.
-    pub(super) fn note_unknown_open(&mut self, mount: SuperblockId, object: ObjectId) {
+    /// Somebody unknown opened or maps an object.
+    pub(super) fn note_unknown_use(&mut self, mount: SuperblockId, object: ObjectId) {
         self.pressure.note_use(object);
         if !self.opened.note_unknown(mount, object, self.now()) {
             self.pressure.note_missed_opens();
@@ -760,6 +779,45 @@ mod tests {
         assert!(ledger.note_use(SuperblockId(0), cgroup, ObjectId(u32::MAX)));
         ledger.usage.retain(|_| false);
         assert_eq!(ledger.usage.memory_bytes(), 0);
+    }
+
+    /// What a process mapped was in nobody's use if its cgroup could not be read or there was no room
+    /// for the use, and was dropped as another container's own.
+    #[test]
+    fn mapped_objects_that_cannot_be_noted_are_in_use_by_somebody_unknown() {
+        let (root, mut ledger) = small();
+        ledger.root = root.path().to_owned();
+        let unknown = |ledger: &mut Ledger, object, pid| {
+            let noted = ledger.note_mapped(pid, vec![(SuperblockId(0), ObjectId(object))]);
+            let mut uses = ledger.opened.unknown_uses(ledger.now());
+            (noted.is_ok(), uses.any(|(used, _)| used == ObjectId(object)))
+        };
+        let plant = |pid: u32| {
+            let process = processes::directory(root.path(), pid);
+            fs::create_dir_all(&process).unwrap();
+            fs::write(process.join("stat"), "1 (a) S 0 0 0 0 0 0\n").unwrap();
+            process.join("cgroup")
+        };
+        fs::write(plant(1), "1:memory:/\n0::/\n").unwrap();
+        assert_eq!(unknown(&mut ledger, 1, 1), (true, false));
+        // A directory cannot be read.
+        fs::create_dir(plant(2)).unwrap();
+        assert_eq!(unknown(&mut ledger, 2, 2), (false, true));
+        assert_eq!(unknown(&mut ledger, 3, 3), (true, false), "it has ended");
+        ledger.usage_bytes_max = 0;
+        assert_eq!(unknown(&mut ledger, 4, 1), (false, true));
+    }
+
+    /// In a PID namespace there were no containers, nothing was unknown, and the pages that hidden
+    /// processes used were anybody's to drop.
+    #[test]
+    fn hidden_processes_may_use_everything() {
+        let (root, mut ledger) = small();
+        ledger.root = root.path().to_owned();
+        fs::create_dir(root.path().join("proc")).unwrap();
+        assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
+        assert_eq!(ledger.unread_processes.why, [HIDDEN]);
+        assert!(ledger.opened.missed(ledger.now()).is_some());
     }
 
     /// A machine without room for another inotify instance missed opens on new mounts, and nothing

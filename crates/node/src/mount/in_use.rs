@@ -521,12 +521,10 @@ fn is_shown(
 /// Asks about the directory in `/proc` of each thread until the answer is yes. True in doubt: if we
 /// cannot see all processes, or a question fails and the thread has not ended.
 pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<bool>) -> bool {
-    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
-    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
     /// A thread that ends, or unmounts, may leave a child that was not listed, so list again: once, and
     /// once more if some have ended. To hide for longer, each child would have to end within a pass.
     const PASSES: u32 = 3;
-    if inode(&root.join("proc/thread-self/ns/pid")).ok() != Some(FIRST_PID_NAMESPACE) {
+    if !processes::are_all_visible(root) {
         return true;
     }
     let mut ended = HashSet::new();

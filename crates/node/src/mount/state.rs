@@ -24,11 +24,11 @@
 //! number of the mount before that is attached anywhere. So every other trace is found from a
 //! record, or has none and can go.
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
@@ -256,6 +256,21 @@ impl ImageLock {
     }
 }
 
+/// Makes a directory, and those above it that are missing. What it makes has the mode, whatever the
+/// umask is.
+fn make_directories(path: &Path, mode: u32) -> io::Result<()> {
+    let is_missing = |dir: &&Path| !dir.as_os_str().is_empty() && !dir.is_dir();
+    let missing: Vec<_> = path.ancestors().take_while(is_missing).collect();
+    for dir in missing.into_iter().rev() {
+        match fs::create_dir(dir) {
+            // Another process was first.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => {}
+            made => made.and_then(|()| fs::set_permissions(dir, Permissions::from_mode(mode)))?,
+        }
+    }
+    Ok(())
+}
+
 /// A record is a few hundred bytes; an id map makes it grow.
 const RECORD_SIZE_MAX: u64 = 1 << 20;
 
@@ -284,8 +299,8 @@ impl RunDir {
         &self.path
     }
 
-    /// Makes missing directories. If `/` is shared, as with systemd, services see mounts in here,
-    /// as they see those of container engines.
+    /// Makes missing directories, with their modes whatever the umask is. If `/` is shared, as with
+    /// systemd, services see mounts in here, as they see those of container engines.
     ///
     /// # Errors
     /// [`MountError::Io`].
@@ -295,7 +310,7 @@ impl RunDir {
         let modes = [0o700, 0o700, 0o700, 0o711];
         for (name, mode) in [("", 0o711)].into_iter().chain(Self::OWN.into_iter().zip(modes)) {
             let path = self.path.join(name);
-            fs::DirBuilder::new().recursive(true).mode(mode).create(&path).at("create", path)?;
+            make_directories(&path, mode).at("create", path)?;
         }
         Ok(())
     }
@@ -619,6 +634,32 @@ mod tests {
         assert!(run.try_lock_image(&image).unwrap().is_none());
         drop(lock);
         assert!(run.try_lock_image(&image).unwrap().is_some());
+    }
+
+    /// Under a umask of 077 the group could not reach the daemon's socket, nor root in a user
+    /// namespace its container.
+    #[test]
+    fn directories_have_their_modes_whatever_the_umask_is() {
+        let test = "directories_have_their_modes_whatever_the_umask_is";
+        // The umask is of the whole process.
+        if std::env::var_os("COFOLIO_TEST_ALONE").is_none() {
+            let mut alone = std::process::Command::new("sh");
+            alone.args(["-c", "umask 077 && exec \"$0\" --exact \"$1\""]);
+            alone.arg(std::env::current_exe().unwrap()).arg(format!("mount::state::tests::{test}"));
+            let done = alone.env("COFOLIO_TEST_ALONE", "1").output().unwrap();
+            let said = String::from_utf8_lossy(&done.stdout);
+            assert!(done.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        RunDir::at(dir.path().join("one/run")).prepare().unwrap();
+        for (made, mode) in [("one", 0o711), ("one/run", 0o711), ("one/run/mounts", 0o700)]
+            .into_iter()
+            .chain([("one/run/containers", 0o711)])
+        {
+            let found = dir.path().join(made).metadata().unwrap().permissions().mode() & 0o777;
+            assert_eq!(found, mode, "{made}");
+        }
     }
 
     #[test]

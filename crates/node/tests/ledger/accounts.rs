@@ -45,6 +45,30 @@ fn users_of_an_object_files_of_an_image_and_what_images_share() {
     users.end();
 }
 
+/// A process in a cgroup whose name is not UTF-8 used nothing, and what it mapped was private to another
+/// container.
+#[test]
+fn a_cgroup_whose_name_is_not_utf8_counts_as_the_one_above_it() {
+    use std::os::unix::ffi::OsStrExt as _;
+    let test = "a_cgroup_whose_name_is_not_utf8_counts_as_the_one_above_it";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let pair = Pair::new();
+    let target = pair.mount(0, "m1", Access::ReadOnly);
+    let below = group.procs().with_file_name(std::ffi::OsStr::from_bytes(b"odd-\xff"));
+    fs::create_dir(&below).unwrap();
+    let mut ledger = pair.ledger();
+    let holder = Holder::new(&target.join("shared"), None);
+    fs::write(below.join("cgroup.procs"), holder.0.id().to_string()).unwrap();
+    ledger.sample_all().unwrap();
+    let containers = ledger.report().unwrap().containers;
+    let cgroups: Vec<_> = containers.iter().map(|it| it.cgroup.as_str()).collect();
+    assert_eq!(cgroups, [path_of(&group)]);
+    drop(holder);
+    fs::remove_dir(&below).unwrap();
+    pair.umount(&target);
+}
+
 /// Whoever used an object before its pages were dropped uses none of what is resident later.
 #[test]
 fn uses_count_for_resident_pages_only() {

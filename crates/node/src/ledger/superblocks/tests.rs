@@ -37,7 +37,11 @@ struct Proc(tempfile::TempDir);
 
 impl Proc {
     fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
+        let made_up = Self(tempfile::tempdir().unwrap());
+        let namespaces = made_up.root().join("proc/thread-self/ns");
+        fs::create_dir_all(&namespaces).unwrap();
+        std::os::unix::fs::symlink("/proc/self/ns/pid", namespaces.join("pid")).unwrap();
+        made_up
     }
 
     fn root(&self) -> &Path {
