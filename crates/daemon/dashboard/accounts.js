@@ -18,7 +18,10 @@ export function splitKey(key) {
   return [key.slice(0, cut), key.slice(cut + 1)];
 }
 
-const firstName = (image) => image.names[0] || short(image.image);
+const DEFAULT_DOMAIN = "default";
+/** In other trust domains with the domain: an image of each can have the same name and digest. */
+const inDomain = (name, domain) => (domain === DEFAULT_DOMAIN ? name : `${name} (${domain})`);
+const firstName = (image) => inDomain(image.names[0] || short(image.image), image.domain);
 /** One name of it, and how many more there are. */
 export function imageName(image) {
   const others = image.names.length - 1;
@@ -26,7 +29,8 @@ export function imageName(image) {
 }
 export function imageLabel(key) {
   const image = images.get(key);
-  return image ? imageName(image) : short(splitKey(key)[1]);
+  const [domain, digest] = splitKey(key);
+  return image ? imageName(image) : inDomain(short(digest), domain);
 }
 
 /** Another image or file starts on its first page, unfiltered. */

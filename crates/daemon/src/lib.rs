@@ -34,5 +34,5 @@ pub use client::{Client, ClientError};
 #[cfg(fuzzing)]
 pub use http::fuzz;
 pub use listen::ListenError;
-pub use serve::{DaemonError, Options, Reload, Settings, serve};
+pub use serve::{DaemonError, Log, Options, Reload, Settings, serve};
 pub use upkeep::Schedule;

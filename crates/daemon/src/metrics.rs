@@ -119,7 +119,7 @@ impl Figures {
                 let labels = [
                     ("domain", it.domain.clone()),
                     ("image", it.image.to_string()),
-                    ("name", name.into()),
+                    ("name", escaped(name)),
                 ];
                 (labels, figure(it))
             });
@@ -265,6 +265,11 @@ fn family<L: prometheus_client::encoding::EncodeLabelSet>(
     Ok(())
 }
 
+/// A foreign text as the value of a label: the library writes it as it is.
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
 fn single(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
@@ -298,6 +303,30 @@ mod tests {
         let unknown = encoded(vec![account(1, None)]);
         assert!(!unknown.contains("\ncofolio_commons_bytes"), "{unknown}");
         assert!(unknown.contains("\ncofolio_resident_bytes{domain=\"d1\"} 1\n"), "{unknown}");
+    }
+
+    /// An image of somebody else's, with a quote in its name, made all metrics unreadable.
+    #[test]
+    fn names_of_images_are_escaped() {
+        assert_eq!(escaped("a\\b\"} 1\n"), "a\\\\b\\\"} 1\\n");
+        let image = ImageAccount {
+            domain: "d".to_owned(),
+            image: cofolio_store::Digest([1; 32]),
+            names: vec!["a\"c".to_owned()],
+            objects: 0,
+            bytes: 0,
+            resident_bytes: 0,
+            shared_bytes: 0,
+            private_bytes: 0,
+            used_bytes: 0,
+            commons_bytes: None,
+            saved_bytes: 0,
+            metadata_bytes: 0,
+            containers: 0,
+        };
+        let report = Report { images: vec![image], ..Report::default() };
+        let text = Metrics::new(Arc::default()).encode(&Published::of(report));
+        assert!(text.contains("name=\"a\\\"c\"}"), "{text}");
     }
 
     /// Every trust domain had series of its own, however many there were.

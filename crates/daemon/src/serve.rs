@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
+use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -15,7 +16,6 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
-use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
@@ -62,6 +62,9 @@ pub struct Settings {
     pub upkeep: Schedule,
 }
 
+/// Gets a line for the operator.
+pub type Log<'l> = &'l (dyn Fn(&str) + Sync);
+
 /// Reads the settings again, or says why they stay as they are.
 pub type Reload<'r> = &'r (dyn Fn() -> Result<Settings, String> + Sync);
 
@@ -87,16 +90,12 @@ pub enum DaemonError {
 const DESCRIPTORS_MIN: u64 = 512;
 
 /// Serves until SIGTERM or SIGINT. At SIGHUP takes the settings that `reload` gives and reads the
-/// files of [`Options::auth`] again; if one of these fails, all stays as it was. `said` hears
-/// what an operator should know: where it listens, and what fails.
+/// files of [`Options::auth`] again; if one of these fails, all stays as it was. `log` gets what an
+/// operator should know: where the daemon listens, and what fails.
 ///
 /// # Errors
-/// [`DaemonError`]. A figure that cannot be taken is said and is no error.
-pub fn serve(
-    options: Options,
-    reload: Reload<'_>,
-    said: &(dyn Fn(&str) + Sync),
-) -> Result<(), DaemonError> {
+/// [`DaemonError`]. A figure that cannot be taken is logged and is no error.
+pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), DaemonError> {
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     if descriptors < DESCRIPTORS_MIN {
         return Err(DaemonError::Descriptors(descriptors));
@@ -104,73 +103,68 @@ pub fn serve(
     let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
     let lock = lock_run_dir(&options.run);
+    let sockets = Sockets::open(&options, &auth, log);
     if let Err(why) = &lock {
-        said(why);
+        log(why);
     }
-    let (listeners, socket) = open_sockets(&options, &auth, said)?;
+    let sockets = sockets?;
     let cancel = Cancel::default();
     // Somebody can hold a lock of the store for as long as they like.
-    let store = &options.store.clone().waits_until(cancel.clone());
-    let run = &options.run;
-    let mut ledger = Ledger::new(store.clone(), run.clone())
-        .with_cancel(cancel.clone())
-        .ignoring_opens_of(Path::new("/proc/self/exe"));
-    if let Some(error) = ledger.cgroup_error() {
-        said(&format!("cannot distinguish containers or notice their end: {error}"));
-    }
-    if let Err(error) = ledger.watch_opens() {
-        said(&format!("opened files are not seen, only mapped ones: {error}"));
-    }
+    let store = options.store.clone().waits_until(cancel.clone());
     let published = Arc::new(Published::default());
     let settings = Arc::new(RwLock::new(options.settings.clone()));
+    let ledger = ledger(&store, &options.run, &cancel, log);
     let (worker, questions) = Worker::new(ledger, Arc::clone(&published), Arc::clone(&settings))
         .map_err(DaemonError::Start)?;
     let started = cofolio_store::now();
     let done = Arc::new(Mutex::new(Done { started, gc: started, ..Done::default() }));
     let metrics = Metrics::new(Arc::clone(&done));
-    let api = Arc::new(Api {
-        published,
-        questions: questions.clone(),
-        metrics,
-        store: store.id().to_owned(),
-        lists: Turns::default(),
-    });
-    let auth = Arc::new(ReloadableAuth::new(auth));
+    let lists = Turns::default();
+    let id = store.id().to_owned();
+    let api = Api { published, questions: questions.clone(), metrics, store: id, lists };
+    let auth = ReloadableAuth::new(auth);
+    let server = Server { options: &options, api: Arc::new(api), auth: Arc::new(auth), log };
     let broken = Arc::new(Notify::new());
     // If a thread panics, all of it ends: the service's manager starts it again.
     let watched = || OnDrop(|| broken.notify_one());
     let upkeep = |work: Work| {
         let _watched = watched();
-        upkeep::run(work, store, run, &settings, &done, &cancel, said);
+        upkeep::run(work, &store, &options.run, &settings, &done, &cancel, log);
     };
     std::thread::scope(|scope| {
-        let end = || {
+        let stop_threads = || {
             cancel.cancel();
             questions.wake();
         };
-        // On every exit, also a panic, stop the threads.
-        let _ending = OnDrop(end);
+        // On every exit, also a panic.
+        let _stopping = OnDrop(stop_threads);
         let ledger = || {
             let _watched = watched();
-            worker.run(&cancel, &|error: &LedgerError| said(&format!("the ledger: {error}")));
+            worker.run(&cancel, &|error: &LedgerError| log(&format!("the ledger: {error}")));
         };
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         thread("ledger")
             .spawn_scoped(scope, ledger)
             .and_then(|_| thread("gc").spawn_scoped(scope, || upkeep(Work::Gc)))
             .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
-            .map_err(DaemonError::Start)
-            .and_then(|_| {
-                let reload = || match read_again(&settings, reload, &auth, &options.auth) {
-                    Ok(()) => said("the settings were read again"),
-                    Err(why) => said(&format!("the settings stay as they are: {why}")),
-                };
-                let served = (api, Arc::clone(&auth));
-                let told = (&reload as &dyn Fn(), &end as &dyn Fn(), Arc::clone(&broken));
-                let again = |file: &SocketFile| listen_again(file, &options, said);
-                listen_until_told(runtime, listeners, (socket, &again), served, told)
-            })
+            .map_err(DaemonError::Start)?;
+        let reload = || server.reload(&settings, reload);
+        runtime.block_on(server.run(sockets, Arc::clone(&broken), &reload, &stop_threads))
     })
+}
+
+/// The ledger, which watches opened files if it can.
+fn ledger(store: &Store, run: &RunDir, cancel: &Cancel, log: Log<'_>) -> Ledger {
+    let mut ledger = Ledger::new(store.clone(), run.clone())
+        .with_cancel(cancel.clone())
+        .ignoring_opens_of(Path::new("/proc/self/exe"));
+    if let Some(error) = ledger.cgroup_error() {
+        log(&format!("cannot distinguish containers or notice their end: {error}"));
+    }
+    if let Err(error) = ledger.watch_opens() {
+        log(&format!("opened files are not seen, only mapped ones: {error}"));
+    }
+    ledger
 }
 
 /// The run directory, locked as long as the daemon runs. A second daemon with this run directory is
@@ -180,8 +174,9 @@ pub fn serve(
 /// The sentence to say then.
 fn lock_run_dir(run: &RunDir) -> Result<File, String> {
     let at = run.path().display();
+    let made = run.prepare().map_err(|error| with_causes(&error));
+    made.map_err(|why| format!("cannot make the run directory {at}: {why}"))?;
     let lock = || {
-        run.prepare().map_err(io::Error::other)?;
         let dir = File::open(run.path())?;
         flock(&dir, FlockOperation::NonBlockingLockExclusive)?;
         Ok(dir)
@@ -195,71 +190,55 @@ fn lock_run_dir(run: &RunDir) -> Result<File, String> {
     })
 }
 
-/// The sockets to listen at, and the file that was made for one. systemd keeps the sockets that it
-/// passed.
-fn open_sockets(
-    options: &Options,
-    auth: &Auth,
-    said: &dyn Fn(&str),
-) -> Result<(Vec<Listener>, Option<SocketFile>), DaemonError> {
-    let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
-    let passed = passed.into_iter().map(|socket| listen::passed(socket, auth));
-    let mut listeners = passed.collect::<Result<Vec<_>, ListenError>>()?;
-    let is_activated = !listeners.is_empty();
-    if is_activated {
-        say_what_is_ignored(options, &listeners, said);
-    }
-    // Before the unix socket: an address that is refused leaves none.
-    let tcp = options.listen.map(|address| listen::tcp(address, auth)).transpose()?;
-    let unix = match is_activated {
-        true => None,
-        false => Some(listen::unix(&options.socket, options.group.as_deref())?),
-    };
-    // Nothing can fail any more.
-    if let Some((tcp, asked)) = tcp.zip(options.listen) {
-        let address = tcp.local_addr().unwrap_or(asked);
-        let scheme = if auth.tls().is_some() { "https" } else { "http" };
-        said(&format!("listening at {scheme}://{address}/"));
-        listeners.push(Listener::Tcp(tcp));
-    }
-    let file = unix.map(|(unix, file)| {
-        said(&format!("listening at {}", options.socket.display()));
-        listeners.push(Listener::Unix(unix));
-        file
-    });
-    Ok((listeners, file))
+/// Sockets that the daemon listens at.
+struct Sockets {
+    /// A TCP address, and those that systemd passed, which keeps them.
+    others: Vec<Listener>,
+    /// The unix socket, and the file that was made for it.
+    own: Option<(StdUnixListener, SocketFile)>,
 }
 
-/// Listens where the socket file is gone or another has replaced it: no client reaches the daemon,
-/// and another daemon could start beside it.
-fn listen_again(
-    file: &SocketFile,
-    options: &Options,
-    said: &dyn Fn(&str),
-) -> Result<(Listener, SocketFile), ListenError> {
-    let at = options.socket.display();
-    // Where it cannot be made, the socket may be elsewhere.
-    let _ = options.run.prepare();
-    let listening = file.make_again();
-    match &listening {
-        Ok(_) => said(&format!("listening at {at} again: somebody removed the socket")),
-        Err(_) => said(&format!("somebody removed the socket {at}")),
+impl Sockets {
+    fn open(options: &Options, auth: &Auth, log: Log<'_>) -> Result<Self, DaemonError> {
+        let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
+        let passed = passed.into_iter().map(|socket| listen::passed(socket, auth));
+        let mut others = passed.collect::<Result<Vec<_>, ListenError>>()?;
+        let is_activated = !others.is_empty();
+        if is_activated {
+            log_what_is_ignored(options, &others, log);
+        }
+        // Before the unix socket: an address that is refused leaves none.
+        let tcp = options.listen.map(|address| listen::tcp(address, auth)).transpose()?;
+        let own = match is_activated {
+            true => None,
+            false => Some(listen::unix(&options.socket, options.group.as_deref())?),
+        };
+        // Nothing can fail any more.
+        if let Some((tcp, asked)) = tcp.zip(options.listen) {
+            let address = tcp.local_addr().unwrap_or(asked);
+            let scheme = if auth.tls().is_some() { "https" } else { "http" };
+            log(&format!("listening at {scheme}://{address}/"));
+            others.push(Listener::Tcp(tcp));
+        }
+        if own.is_some() {
+            log(&format!("listening at {}", options.socket.display()));
+        }
+        Ok(Self { others, own })
     }
-    listening.map(|(unix, file)| (Listener::Unix(unix), file))
 }
 
 /// Of passed sockets, whoever opened them has said where they are and who may connect.
-fn say_what_is_ignored(options: &Options, passed: &[Listener], said: &dyn Fn(&str)) {
+fn log_what_is_ignored(options: &Options, passed: &[Listener], log: Log<'_>) {
     let asked = options.socket.as_path();
     let is_asked = |it: &Listener| match it {
         Listener::Unix(unix) => unix.local_addr().is_ok_and(|at| at.as_pathname() == Some(asked)),
         Listener::Tcp(_) => false,
     };
     if !passed.iter().any(is_asked) {
-        said(&format!("not listening at {}: systemd passed other sockets", asked.display()));
+        log(&format!("not listening at {}: systemd passed other sockets", asked.display()));
     }
     if let Some(group) = &options.group {
-        said(&format!("group {group} is ignored: the socket's owner and mode are systemd's"));
+        log(&format!("group {group} is ignored: the socket's owner and mode are systemd's"));
     }
 }
 
@@ -272,47 +251,45 @@ impl<F: Fn()> Drop for OnDrop<F> {
     }
 }
 
-/// Takes all that a reload may change, or none of it.
-fn read_again(
-    settings: &RwLock<Settings>,
-    reload: Reload<'_>,
-    auth: &ReloadableAuth,
-    files: &AuthFiles,
-) -> Result<(), String> {
-    let new = reload()?;
-    let new_auth = Auth::new(files).map_err(|error| with_causes(&error))?;
-    *settings.write().unwrap_or_else(PoisonError::into_inner) = new;
-    auth.replace(new_auth);
-    Ok(())
-}
-
 /// How long answers that are on their way may take once the daemon is to end.
 const ENDING_TIME: Duration = Duration::from_secs(5);
 
 /// How often the daemon looks whether its socket file is still there.
 const SOCKET_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Listens at the path of the socket file once more.
-type Again<'a> = &'a dyn Fn(&SocketFile) -> Result<(Listener, SocketFile), ListenError>;
+/// A task that accepts connections, and their limits.
+type Accepting = (JoinHandle<()>, Vec<ConnectionLimits>);
 
-/// Accepts connections until a signal asks to end, something is `broken`, or the socket file is
-/// gone and cannot be made again. Then it removes the socket file, has the threads `end`, and lets
-/// clients have the answers that are on their way.
-fn listen_until_told(
-    runtime: Runtime,
-    listeners: Vec<Listener>,
-    (mut socket, again): (Option<SocketFile>, Again<'_>),
-    (api, auth): (Arc<Api>, Arc<ReloadableAuth>),
-    (reload, end, broken): (&dyn Fn(), &dyn Fn(), Arc<Notify>),
-) -> Result<(), DaemonError> {
-    runtime.block_on(async {
-        let mut told = signals(broken)?;
-        let accepting = listeners.into_iter().map(|listener| accept(listener, &api, &auth));
-        let accepting = accepting.collect::<io::Result<Vec<_>>>();
-        let mut accepting = accepting.map_err(DaemonError::Start)?;
+/// Answers at the sockets.
+struct Server<'s> {
+    options: &'s Options,
+    api: Arc<Api>,
+    auth: Arc<ReloadableAuth>,
+    log: Log<'s>,
+}
+
+impl Server<'_> {
+    /// Accepts connections until a signal asks to end, a thread is `broken`, or the socket file is
+    /// gone and cannot be made again. Then it removes the socket file, stops the threads, and lets
+    /// clients have the answers that are on their way.
+    async fn run(
+        &self,
+        sockets: Sockets,
+        broken: Arc<Notify>,
+        reload: &dyn Fn(),
+        stop_threads: &dyn Fn(),
+    ) -> Result<(), DaemonError> {
+        let mut signals = signals(broken)?;
+        let accept = |listener| self.accept(listener).map_err(DaemonError::Start);
+        let others = sockets.others.into_iter().map(accept).collect::<Result<Vec<_>, _>>();
+        let mut accepting = others?;
+        let mut own = match sockets.own {
+            Some((unix, file)) => Some((accept(Listener::Unix(unix))?, file)),
+            None => None,
+        };
         notify(&[NotifyState::Ready]);
         let ended = loop {
-            match tokio::time::timeout(SOCKET_INTERVAL, told.recv()).await {
+            match tokio::time::timeout(SOCKET_INTERVAL, signals.recv()).await {
                 Ok(Some(kind)) if kind == SignalKind::hangup() => {
                     // Without the time, systemd takes it for an earlier reload's (sd_notify(3)).
                     if let Ok(now) = NotifyState::monotonic_usec_now() {
@@ -323,33 +300,81 @@ fn listen_until_told(
                 }
                 Ok(_) => break Ok(()),
                 Err(_) => {
-                    let lost = socket.as_ref().filter(|file| !file.is_in_place());
-                    let Some(lost) = lost else { continue };
-                    // That of the socket file is always the last one.
-                    accepting.last().iter().for_each(|(task, _)| task.abort());
-                    let listening = again(lost).map_err(DaemonError::Listen);
-                    let accepted = listening.and_then(|(listener, file)| {
-                        socket = Some(file);
-                        accept(listener, &api, &auth).map_err(DaemonError::Start)
-                    });
-                    match accepted {
-                        Ok(new) => accepting.push(new),
+                    let Some((task, file)) = &mut own else { continue };
+                    if file.is_in_place() {
+                        continue;
+                    }
+                    match self.listen_again(file) {
+                        Ok((new, new_file)) => {
+                            *file = new_file;
+                            task.0.abort();
+                            accepting.push(std::mem::replace(task, new));
+                        }
                         Err(error) => break Err(error),
                     }
                 }
             }
         };
         notify(&[NotifyState::Stopping]);
-        drop(socket);
-        end();
+        accepting.extend(own.map(|(own, _file_that_goes)| own));
+        stop_threads();
         let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
         ended
-    })
+    }
+
+    /// Takes new settings, and reads the files of [`Options::auth`] again.
+    fn reload(&self, settings: &RwLock<Settings>, reload: Reload<'_>) {
+        let read = || {
+            let new_auth = |error| with_causes(&error);
+            Ok::<_, String>((reload()?, Auth::new(&self.options.auth).map_err(new_auth)?))
+        };
+        match read() {
+            Ok((new, new_auth)) => {
+                *settings.write().unwrap_or_else(PoisonError::into_inner) = new;
+                self.auth.replace(new_auth);
+                (self.log)("the settings were read again");
+            }
+            Err(why) => (self.log)(&format!("the settings stay as they are: {why}")),
+        }
+    }
+
+    /// Listens once more where the socket file is gone or another has replaced it: no client reaches
+    /// the daemon, and another daemon could start beside it.
+    fn listen_again(&self, lost: &SocketFile) -> Result<(Accepting, SocketFile), DaemonError> {
+        let at = self.options.socket.display();
+        // Where it cannot be made, the socket may be elsewhere.
+        let _ = self.options.run.prepare();
+        let listening = lost.make_again();
+        let again = if listening.is_ok() { "listening at it again" } else { "cannot listen again" };
+        (self.log)(&format!("somebody removed the socket {at}: {again}"));
+        let (unix, file) = listening?;
+        Ok((self.accept(Listener::Unix(unix)).map_err(DaemonError::Start)?, file))
+    }
+
+    /// Starts to accept connections. Each socket has limits of its own, and a unix socket has two:
+    /// root's, and those of all others, who cannot keep root out.
+    fn accept(&self, listener: Listener) -> io::Result<Accepting> {
+        let (api, limits) = (Arc::clone(&self.api), ConnectionLimits::new());
+        match listener {
+            Listener::Unix(unix) => {
+                unix.set_nonblocking(true)?;
+                let (unix, others) = (UnixListener::from_std(unix)?, ConnectionLimits::new());
+                let task = tokio::spawn(accept_unix(unix, api, limits.clone(), others.clone()));
+                Ok((task, vec![limits, others]))
+            }
+            Listener::Tcp(tcp) => {
+                tcp.set_nonblocking(true)?;
+                let (tcp, auth) = (TcpListener::from_std(tcp)?, Arc::clone(&self.auth));
+                let task = tokio::spawn(accept_tcp(tcp, api, limits.clone(), auth));
+                Ok((task, vec![limits]))
+            }
+        }
+    }
 }
 
 /// Signals that reload or end the daemon. What is `broken` ends it as well.
 fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonError> {
-    let (sender, told) = mpsc::channel(1);
+    let (sender, received) = mpsc::channel(1);
     for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {
         let mut signals = signal(kind).map_err(DaemonError::Start)?;
         let sender = sender.clone();
@@ -361,31 +386,7 @@ fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonErro
         broken.notified().await;
         let _ = sender.send(SignalKind::terminate()).await;
     });
-    Ok(told)
-}
-
-/// Starts to accept connections. Each socket has limits of its own, and a unix socket has two:
-/// root's, and those of all others, who cannot keep root out.
-fn accept(
-    listener: Listener,
-    api: &Arc<Api>,
-    auth: &Arc<ReloadableAuth>,
-) -> io::Result<(JoinHandle<()>, Vec<ConnectionLimits>)> {
-    let (api, limits) = (Arc::clone(api), ConnectionLimits::new());
-    match listener {
-        Listener::Unix(unix) => {
-            unix.set_nonblocking(true)?;
-            let (unix, others) = (UnixListener::from_std(unix)?, ConnectionLimits::new());
-            let task = tokio::spawn(accept_unix(unix, api, limits.clone(), others.clone()));
-            Ok((task, vec![limits, others]))
-        }
-        Listener::Tcp(tcp) => {
-            tcp.set_nonblocking(true)?;
-            let (tcp, auth) = (TcpListener::from_std(tcp)?, Arc::clone(auth));
-            let task = tokio::spawn(accept_tcp(tcp, api, limits.clone(), auth));
-            Ok((task, vec![limits]))
-        }
-    }
+    Ok(received)
 }
 
 async fn accept_unix(
@@ -485,9 +486,11 @@ mod tests {
             of_others.into_iter().map(status).collect::<Vec<_>>()
         });
         runtime::new(1).unwrap().block_on(async {
-            let auth = Arc::new(ReloadableAuth::new(Auth::new(&AuthFiles::default()).unwrap()));
+            listener.set_nonblocking(true).unwrap();
+            let listener = UnixListener::from_std(listener).unwrap();
+            let (of_root, of_others) = (ConnectionLimits::new(), ConnectionLimits::new());
             let api = Arc::new(Api::without_ledger());
-            let (task, _) = accept(Listener::Unix(listener), &api, &auth).unwrap();
+            let task = tokio::spawn(accept_unix(listener, api, of_root, of_others));
             while !clients.is_finished() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }

@@ -88,7 +88,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let image = args.trust.image(name, &domain, context)?;
     let check = args.trust.check(&image, Need::Files, name, args.verify, &domain, context)?;
     let writable_dirs = match args.writable_recorded {
-        true => recorded_dirs(&domain, &image.digest)?,
+        true => recorded_dirs(&domain, &image)?,
         false => args.writable.clone(),
     };
     let keeps = args.keep || args.upper.is_some();

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord};
+use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord, RunDir};
 use cofolio_node::settings::Backend;
 use cofolio_store::Digest;
 
@@ -52,8 +52,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let names: Names = refs.map(|(name, record)| (record.image, name)).collect();
     let pins = list.pins.iter().filter_map(|pin| Some((pin.image, pin.record.as_ref()?)));
     let pins: BTreeMap<_, _> = pins.collect();
-    if list.mounts.is_empty() {
+    if list.mounts.is_empty() && list.orphans.is_empty() {
         context.ui.note("nothing is mounted");
+    } else if list.mounts.is_empty() {
+        context.ui.note("no mount has a record");
     } else {
         let headers = ["TARGET", "IMAGE", "MODE", "BACKEND", "VERIFIED", "SINCE", "STATE"];
         let mut table = Table::new(&headers);
@@ -66,7 +68,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     // Those were named above.
     list.damaged.retain(|damaged| !failed.contains(damaged));
-    remarks(&list, &names).into_iter().for_each(|remark| context.ui.note(remark));
+    remarks(&list, &names, mounter.run_dir())
+        .into_iter()
+        .for_each(|remark| context.ui.note(remark));
     Ok(exit)
 }
 
@@ -115,9 +119,15 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
 }
 
 /// What `umount` does not unmount.
-pub(super) fn orphans(list: &Mounts) -> impl Iterator<Item = String> {
+pub(super) fn orphans(list: &Mounts, run: &RunDir) -> impl Iterator<Item = String> {
     list.orphans.iter().map(|orphan| {
         let target = printable(orphan.target.as_os_str().as_bytes());
+        if orphan.target.starts_with(run.path()) {
+            return format!(
+                "{target} shows {} and has no record: `cofolio ps` says how to end its container",
+                orphan.source
+            );
+        }
         format!(
             "{target} shows {} and has no record: `umount {target}` unmounts it, and \
              `cofolio mounts --reconcile` cleans up after it",
@@ -127,7 +137,7 @@ pub(super) fn orphans(list: &Mounts) -> impl Iterator<Item = String> {
 }
 
 /// What is not in the table: mounts without a record, missing parts, kept changes, damaged records.
-fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
+fn remarks(list: &Mounts, names: &Names, run: &RunDir) -> Vec<String> {
     let kept = list.kept.iter().map(|kept| match kept.image {
         None => format!(
             "changes of an unknown image are kept in {0}, whose file `keep` cannot be read: \
@@ -161,5 +171,5 @@ fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
     let mut gone = list.mounts.iter().filter(|status| status.state == MountState::Gone);
     let gone =
         gone.next().map(|_| "`cofolio mounts --reconcile` cleans up what is gone".to_owned());
-    orphans(list).chain(missing).chain(kept).chain(damaged).chain(gone).collect()
+    orphans(list, run).chain(missing).chain(kept).chain(damaged).chain(gone).collect()
 }

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use serde_json::json;
 
 use crate::cmd::Outcome;
-use crate::context::Context;
+use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
 use crate::ui::{human_size, printable};
 
@@ -149,6 +149,9 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
     };
     let containers = Containers::new(context.mounter(&domain));
     let time = args.seconds.map(|seconds| Duration::from_secs(seconds.into()));
+    if time.is_none() {
+        context.ui.note("recording until the container ends, or Ctrl-C");
+    }
     let Recorded { profile, lost_opens, has_ended } =
         context
             .work("recording", "file", |task| profile::record(&containers, subject, time, task))?;
@@ -178,11 +181,12 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
 }
 
 /// The directories of the image that its recorded start wrote to.
-pub(crate) fn recorded_dirs(domain: &Domain, image: &Digest) -> anyhow::Result<Vec<PathBuf>> {
-    let profile = Profile::read(domain, image).map_err(|error| match error {
+pub(crate) fn recorded_dirs(domain: &Domain, image: &Named) -> anyhow::Result<Vec<PathBuf>> {
+    let profile = Profile::read(domain, &image.digest).map_err(|error| match error {
         ProfileError::Missing(_) => {
+            let what = format!("{} has no profile", image.shown());
             let hint = "`cofolio profile record --rw IMAGE` makes one";
-            anyhow::Error::from(Fail::not_found(error.to_string()).hint(hint))
+            anyhow::Error::from(Fail::not_found(what).hint(hint))
         }
         error => error.into(),
     })?;

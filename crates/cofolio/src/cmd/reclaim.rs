@@ -1,3 +1,4 @@
+use clap::builder::NonEmptyStringValueParser;
 use cofolio_node::config::Size;
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, Reclaimed};
 
@@ -27,7 +28,8 @@ use crate::ui::{human_size, plural};
 )]
 pub(crate) struct Args {
     /// Name of a container of `run`, or path of a memory cgroup (as `top` shows it)
-    #[arg(long, value_name = "NAME|/CGROUP", group = "target")]
+    #[arg(long, value_name = "NAME|/CGROUP", group = "target",
+        value_parser = NonEmptyStringValueParser::new())]
     container: Option<String>,
     /// Ref or first digits of a digest
     #[arg(long, group = "target")]
@@ -83,7 +85,7 @@ fn sentence(reclaimed: &Reclaimed) -> String {
     let objects = plural(objects, "object");
     let resident = human_size(resident_bytes);
     let mut said = match dry_run {
-        true => format!("{resident} of {objects} would be dropped"),
+        true => format!("at most {resident} of {objects} would be dropped"),
         false => format!("{} of {objects} freed", human_size(freed_bytes)),
     };
     if kept_bytes > 0 {

@@ -104,7 +104,7 @@ pub(crate) struct Args {
     /// root is unmounted
     #[arg(long, hide = true, conflicts_with_all = ["detach", "interactive", "tty"])]
     hold: bool,
-    /// With --rw or --writable: keep its changes when it has ended, and print their directory
+    /// With --rw or --writable, not with --detach: keep its changes when it has ended, and print their directory
     #[arg(long, requires = "changes", conflicts_with = "detach")]
     keep: bool,
     /// Name, also the host name inside (default: made from the image's)
@@ -211,7 +211,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
     let mut request = Request { check, ..request(args, context, &image)? };
     if args.writable_recorded {
-        let mut dirs = recorded_dirs(&domain, &image.digest)?;
+        let mut dirs = recorded_dirs(&domain, &image)?;
         dirs.retain(|dir| {
             !bundle::is_scratch(dir) && !bundle::is_hidden(&request.config, &request.options, dir)
         });

@@ -46,7 +46,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.needs_root("serving")?;
     context.refuse_json("the API has it")?;
     // Nothing need be imported when systemd starts it for the first time.
+    let is_new = !context.global.store.exists();
     let store = context.store_or_create()?;
+    if is_new {
+        say(&format!("made an empty store at {}", context.global.store.display()));
+    }
     let config = &context.config.config.daemon;
     let options = Options {
         run: context.run_dir_of(&store),

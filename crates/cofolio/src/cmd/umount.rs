@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         false => args.targets.clone(),
         true => {
             let list = mounter.list()?;
-            for orphan in super::mounts::orphans(&list) {
+            for orphan in super::mounts::orphans(&list, mounter.run_dir()) {
                 context.ui.error(&orphan, None);
                 exit = Exit::Failure;
             }

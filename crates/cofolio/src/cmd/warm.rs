@@ -36,9 +36,17 @@ pub(crate) struct Args {
     #[arg(long)]
     profile: bool,
     /// Limit of the commons, at least 16 MiB: they are one cgroup of the machine, for all images of
-    /// all stores. It stays until another is given [default: that of `[commons] limit`]
-    #[arg(long, value_name = "SIZE", value_parser = commons_limit)]
+    /// all stores. It stays until another is given, or `none` [default: that of `[commons] limit`]
+    #[arg(long, value_name = "SIZE", value_parser = limit)]
     limit: Option<Size>,
+}
+
+fn limit(text: &str) -> Result<Size, String> {
+    match text {
+        // The kernel takes more than it has for no limit.
+        "none" => Ok(Size(u64::MAX)),
+        _ => commons_limit(text),
+    }
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
@@ -178,7 +186,7 @@ fn output(command: &mut Command, cancel: &Cancel) -> io::Result<Output> {
 fn reason(done: &Output) -> String {
     match String::from_utf8_lossy(&done.stderr).trim() {
         "" => format!("its process ended with {}", done.status),
-        said => said.to_owned(),
+        said => said.strip_prefix("cofolio: ").unwrap_or(said).to_owned(),
     }
 }
 
@@ -194,6 +202,6 @@ mod tests {
         let of = |script| reason(&Command::new("sh").args(["-c", script]).output().unwrap());
         assert!(of("kill -9 $$").contains("signal: 9"));
         assert!(of("exit 3").contains("exit status: 3"));
-        assert_eq!(of("echo why >&2; exit 3"), "why");
+        assert_eq!(of("echo cofolio: why >&2; exit 3"), "why");
     }
 }

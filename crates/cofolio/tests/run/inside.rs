@@ -131,6 +131,7 @@ fn system_calls_are_filtered() {
         r#"
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
 #include <sys/mount.h>
@@ -148,6 +149,12 @@ int main(void) {
     say("clone3", syscall(SYS_clone3, 0, 0));
     say("vsock", socket(AF_VSOCK, SOCK_STREAM, 0));
     say("unix", socket(AF_UNIX, SOCK_STREAM, 0));
+    // Files of the image, through the root that other containers share.
+    int file = open("/etc/group", O_RDONLY | O_CLOEXEC);
+    say("lease", fcntl(file, F_SETLEASE, F_WRLCK));
+    say("lease of a directory", fcntl(file, 1040, 0));
+    say("duplicate", fcntl(file, F_DUPFD_CLOEXEC, 0));
+    say("leased", fcntl(file, F_GETLEASE) - F_UNLCK);
     return 0;
 }
 "#,
@@ -165,7 +172,8 @@ int main(void) {
         let (eperm, enosys) = (1, 38);
         let expected = format!(
             "Seccomp:\t2\nkeyctl {eperm}\nbpf {eperm}\nmount {eperm}\nunshare {eperm}\n\
-             clone3 {enosys}\nvsock {eperm}\nunix 0\n"
+             clone3 {enosys}\nvsock {eperm}\nunix 0\nlease {eperm}\n\
+             lease of a directory {eperm}\nduplicate 0\nleased 0\n"
         );
         assert_eq!(ran.ok(), expected, "{runtime}");
     }

@@ -557,6 +557,11 @@ impl Ledger {
                 let (file, pid) = match event {
                     Event::Opened { pid, .. } if pid == own => continue,
                     Event::Opened { file, pid } => (File::from(file), pid),
+                    // The opener has a lease on it, and uses the file alone.
+                    Event::Unreadable(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        self.opened.count.files += 1;
+                        continue;
+                    }
                     Event::Unreadable(_) => {
                         self.opened.count.files += 1;
                         self.note_missed_opens();

@@ -156,7 +156,7 @@ pub enum MountError {
     )]
     CannotKeep(PathBuf),
     /// A directory that holds no changes that were kept.
-    #[error("{} holds no changes that were kept, or a mount uses it", .0.display())]
+    #[error("{} holds no changes that were kept", .0.display())]
     NotKept(PathBuf),
     /// A security label that cannot be.
     #[error("SELinux does not take {label:?}: its policy has no such label, or none is loaded")]

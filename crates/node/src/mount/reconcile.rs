@@ -341,15 +341,22 @@ impl Mounter<'_> {
     /// Removes changes of this domain that were kept.
     ///
     /// # Errors
-    /// [`MountError::NotKept`] if the directory holds none, or a mount uses it;
-    /// [`MountError::UpperInUse`].
+    /// [`MountError::NotKept`] if the directory holds none; [`MountError::UpperInUse`].
     pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         // As a mount over it does, and until it is removed.
         let Ok(Ok(lock)) = upper::open_own(&found) else { return Err(MountError::NotKept(found)) };
         upper::lock_given(&lock, &found, &self.patience)?;
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
-            return Err(MountError::NotKept(found));
+            let (records, _) = self.run.records()?;
+            let of =
+                |record: &&MountRecord| record.upper.as_ref().is_some_and(|it| it.dir == found);
+            return Err(
+                match records.iter().find(of).map(|user| user.target.display().to_string()) {
+                    Some(by) => MountError::UpperInUse { dir: found, by },
+                    None => MountError::NotKept(found),
+                },
+            );
         }
         if has_overlay(&found, &self.patience)? {
             let by = "a mount that has no record or is detached".to_owned();
@@ -373,8 +380,11 @@ impl Mounter<'_> {
             .iter()
             .filter_map(|record| Some((record.upper.as_ref()?.device?, record.image)));
         let parts: HashSet<_> = parts.collect();
+        let containers = self.run.path().join("containers");
+        let is_own =
+            |mount: &&KernelMount| is_below(mount) && !mount.target.starts_with(&containers);
         let is_orphan = |mount: &&KernelMount| {
-            let image = mount.image().filter(|_| !is_below(mount) && is_ours(mount));
+            let image = mount.image().filter(|_| !is_own(mount) && is_ours(mount));
             image.is_some_and(|image| {
                 !recorded.contains(&(mount.id, image)) && !parts.contains(&(mount.device, image))
             })

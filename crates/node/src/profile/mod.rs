@@ -78,7 +78,7 @@ pub enum ProfileError {
         problem: String,
     },
     /// The recorded container failed.
-    #[error("the container failed ({0}), so there is no new profile")]
+    #[error("{}, so there is no new profile", failed(.0))]
     Failed(ExitStatus),
     /// The recorded container opened nothing.
     #[error("no file of the image was opened: no profile written; an existing one is unchanged")]
@@ -101,6 +101,14 @@ pub enum ProfileError {
     /// The store.
     #[error(transparent)]
     Store(#[from] Error),
+}
+
+/// `cofolio run` has said why if it could not start a container.
+fn failed(status: &ExitStatus) -> String {
+    match status.code() {
+        Some(125..=127) => "the container was not started".to_owned(),
+        _ => format!("the container failed ({status})"),
+    }
 }
 
 impl Profile {

@@ -4,15 +4,20 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fd::{AsFd as _, OwnedFd};
 use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 
 use super::{BundleError, Result};
 use crate::mount::At as _;
 
 /// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
+
+/// How long to ask for the end of a lease on an account file.
+const LEASE_PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct User {
@@ -114,9 +119,23 @@ impl Rootfs {
     fn account_file(&self, path: &'static str) -> Result<String> {
         let shown = || self.path.join(path.trim_start_matches('/'));
         // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
-        let fd = match self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK) {
+        let open = || self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK);
+        let (start, mut opened) = (Instant::now(), open());
+        // Somebody has a lease on the file, and each attempt asks for its end.
+        while opened.as_ref().is_err_and(|error| *error == Errno::AGAIN)
+            && start.elapsed() < LEASE_PATIENCE
+        {
+            std::thread::sleep(Duration::from_millis(1));
+            opened = open();
+        }
+        let fd = match opened {
             Ok(fd) => fd,
-            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(String::new()),
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(String::new()),
+            Err(Errno::AGAIN) => {
+                let error =
+                    io::Error::new(io::ErrorKind::WouldBlock, "a process has a lease on it");
+                return Ok(Err(error).at("reading", shown())?);
+            }
             other => other.at("reading", shown())?,
         };
         let file = File::from(fd);

@@ -372,7 +372,7 @@ fn make(
         "namespaces": namespaces,
         "maskedPaths": words(MASKED_PATHS),
         "readonlyPaths": words(READONLY_PATHS),
-        "seccomp": seccomp::profile(std::env::consts::ARCH),
+        "seccomp": seccomp::profile(std::env::consts::ARCH, options.readonly),
     });
     if let Some(cgroup) = &options.cgroup {
         linux["cgroupsPath"] = json!(cgroup);

@@ -14,7 +14,7 @@ const ALLOWED: &str = "
     clock_nanosleep clock_nanosleep_time64 close close_range connect copy_file_range creat dup
     dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd
     eventfd2 execve execveat exit exit_group faccessat faccessat2 fadvise64 fadvise64_64 fallocate
-    fanotify_mark fchdir fchmod fchmodat fchmodat2 fchown fchown32 fchownat fcntl fcntl64
+    fanotify_mark fchdir fchmod fchmodat fchmodat2 fchown fchown32 fchownat
     fdatasync fgetxattr flistxattr flock fork fremovexattr fsetxattr fstat fstat64 fstatat64
     fstatfs fstatfs64 fsync ftruncate ftruncate64 futex futex_requeue futex_time64 futex_wait
     futex_waitv futex_wake futimesat get_robust_list get_thread_area getcpu getcwd getdents
@@ -63,11 +63,19 @@ const CLONE_NAMESPACES: u64 = 0x7e02_0000;
 /// `AF_ALG`, the kernel's cryptography, and `AF_VSOCK`, a hypervisor's host, are refused.
 const SOCKETS: [(&str, u64); 3] = [("SCMP_CMP_LT", 38), ("SCMP_CMP_EQ", 39), ("SCMP_CMP_GT", 40)];
 
+/// The first command of fcntl(2) that only Linux has.
+const F_LINUX: u64 = 1024;
+
+/// These, except for `F_SETLEASE` and, from Linux 6.19 on, `F_SETDELEG`: the container's root is a
+/// mount of all containers of the image, which a lease would keep waiting when they open the file.
+const FCNTLS_WITHOUT_LEASES: std::ops::RangeInclusive<u64> = F_LINUX + 1..=F_LINUX + 15;
+
 const ENOSYS: u32 = 38;
 const EPERM: u32 = 1;
 
 /// The `linux.seccomp` of the OCI runtime specification for a [`std::env::consts::ARCH`].
-pub(super) fn profile(architecture: &str) -> Value {
+/// `is_root_shared`: other containers have the same mount of the image.
+pub(super) fn profile(architecture: &str, is_root_shared: bool) -> Value {
     let architectures: &[&str] = match architecture {
         // Without x32, which distributions' kernels do not run: crun 1.8 compiles the profile at
         // every start, in 2 ms of processor time for x86_64, 7 with x86, 13 with x32 as well.
@@ -76,10 +84,11 @@ pub(super) fn profile(architecture: &str) -> Value {
         // Runtimes take their own.
         _ => &[],
     };
-    let allow = |name: &str, op: &str, value: u64| {
-        let argument = json!({"index": 0, "value": value, "op": op});
-        json!({"names": [name], "action": "SCMP_ACT_ALLOW", "args": [argument]})
+    let allow_if = |names: &[&str], index: u32, op: &str, value: u64| {
+        let argument = json!({"index": index, "value": value, "op": op});
+        json!({"names": names, "action": "SCMP_ACT_ALLOW", "args": [argument]})
     };
+    let allow = |name: &str, op: &str, value: u64| allow_if(&[name], 0, op, value);
     let mut rules = vec![
         json!({"names": ALLOWED.split_whitespace().collect::<Vec<_>>(), "action": "SCMP_ACT_ALLOW"}),
         allow("clone", "SCMP_CMP_MASKED_EQ", CLONE_NAMESPACES),
@@ -88,6 +97,14 @@ pub(super) fn profile(architecture: &str) -> Value {
     ];
     rules.extend(PERSONALITIES.map(|value| allow("personality", "SCMP_CMP_EQ", value)));
     rules.extend(SOCKETS.map(|(op, value)| allow("socket", op, value)));
+    let fcntl = ["fcntl", "fcntl64"];
+    if is_root_shared {
+        rules.push(allow_if(&fcntl, 1, "SCMP_CMP_LT", F_LINUX));
+        let linux = FCNTLS_WITHOUT_LEASES;
+        rules.extend(linux.map(|command| allow_if(&fcntl, 1, "SCMP_CMP_EQ", command)));
+    } else {
+        rules.push(json!({"names": fcntl, "action": "SCMP_ACT_ALLOW"}));
+    }
     json!({
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": EPERM,
@@ -122,7 +139,7 @@ mod tests {
 
     #[test]
     fn each_architecture_has_its_32_bit_one() {
-        let of = |architecture| profile(architecture)["architectures"].clone();
+        let of = |architecture| profile(architecture, true)["architectures"].clone();
         assert_eq!(of("x86_64"), json!(["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"]));
         assert_eq!(of("aarch64"), json!(["SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"]));
     }
