@@ -524,7 +524,8 @@ fn kill_daemons(soak: &Soak, kills: u64, rng: &mut Rng, is_well: &dyn Fn() -> bo
     }
     println!("the daemons said: {said:#?}");
     assert!(said.keys().all(|line| line.contains("listening at")), "a daemon had trouble");
-    // About one in 450 was seen, beside other work on the machine.
+    // A killed daemon may have a file open that a container has just opened: one in 450 kills was seen
+    // beside other work on the machine, none in 1,000 without.
     let busy = soak.busy.load(Ordering::Relaxed);
-    assert!(busy <= 1 + kills / 50, "{busy} times a mount was busy");
+    assert!(busy <= 1 + kills / 450, "{busy} times a mount was busy");
 }

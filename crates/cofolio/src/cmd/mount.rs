@@ -37,7 +37,8 @@ pub(crate) struct Args {
     #[arg(long)]
     rw: bool,
     /// Make only this directory of the image writable, by its absolute path; may be given several times. Writes
-    /// elsewhere fail: read-only file system (EROFS)
+    /// elsewhere fail: read-only file system (EROFS). All mounts of the image share the rest, and locks and watches
+    /// of its files
     #[arg(long, value_name = "DIR")]
     writable: Vec<PathBuf>,
     /// Make only the directories writable that the recorded start wrote to (`cofolio profile record --rw`); read-only if

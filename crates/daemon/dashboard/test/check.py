@@ -254,8 +254,11 @@ class Checks:
                 :50
             ]
         more = lambda names: f" +{len(names) - 1}" if len(names) > 1 else ""
+        in_domain = lambda i: "" if i["domain"] == "default" else f" ({i['domain']})"
         label = {
-            i["image"]: (i["names"] or [i["image"][:12]])[0] + more(i["names"])
+            (i["domain"], i["image"]): (i["names"] or [i["image"][:12]])[0]
+            + in_domain(i)
+            + more(i["names"])
             for i in report["images"]
         }
         self.table(
@@ -267,7 +270,7 @@ class Checks:
             lambda c: [
                 *c["cgroup"].rstrip("/").rpartition("/")[::2],
                 c["name"] or "",
-                *(label[i["image"]] for i in c["images"]),
+                *(label[i["domain"], i["image"]] for i in c["images"]),
             ],
         )
         self.table(
@@ -276,7 +279,7 @@ class Checks:
             "images-table",
             images,
             lambda i: f"{i['domain']}/{i['image']}",
-            lambda i: [*i["names"], i["image"][:12]],
+            lambda i: [*i["names"], i["image"][:12] + (in_domain(i) if not i["names"] else "")],
         )
         self.table(
             what,
