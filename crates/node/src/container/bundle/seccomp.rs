@@ -66,9 +66,10 @@ const SOCKETS: [(&str, u64); 3] = [("SCMP_CMP_LT", 38), ("SCMP_CMP_EQ", 39), ("S
 /// The first command of fcntl(2) that only Linux has.
 const F_LINUX: u64 = 1024;
 
-/// These, except for `F_SETLEASE` and, from Linux 6.19 on, `F_SETDELEG`: the container's root is a
-/// mount of all containers of the image, which a lease would keep waiting when they open the file.
-const FCNTLS_WITHOUT_LEASES: std::ops::RangeInclusive<u64> = F_LINUX + 1..=F_LINUX + 15;
+/// One of these bits is in each of the following 15 commands. Not in `F_SETLEASE`, the first one,
+/// and `F_SETDELEG` (from Linux 6.19 on), the seventeenth: the container's root is a mount of all
+/// containers of the image, and whoever opens a file waits for the end of its lease.
+const FCNTLS_WITHOUT_LEASES: [u64; 4] = [1, 2, 4, 8];
 
 const ENOSYS: u32 = 38;
 const EPERM: u32 = 1;
@@ -100,8 +101,15 @@ pub(super) fn profile(architecture: &str, is_root_shared: bool) -> Value {
     let fcntl = ["fcntl", "fcntl64"];
     if is_root_shared {
         rules.push(allow_if(&fcntl, 1, "SCMP_CMP_LT", F_LINUX));
-        let linux = FCNTLS_WITHOUT_LEASES;
-        rules.extend(linux.map(|command| allow_if(&fcntl, 1, "SCMP_CMP_EQ", command)));
+        rules.extend(FCNTLS_WITHOUT_LEASES.map(|bit| {
+            let argument = json!({
+                "index": 1,
+                "value": 0xffff_fff0 | bit,
+                "valueTwo": F_LINUX | bit,
+                "op": "SCMP_CMP_MASKED_EQ",
+            });
+            json!({"names": fcntl, "action": "SCMP_ACT_ALLOW", "args": [argument]})
+        }));
     } else {
         rules.push(json!({"names": fcntl, "action": "SCMP_ACT_ALLOW"}));
     }
