@@ -241,8 +241,8 @@ fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
     }
 }
 
-/// Whether a process uses a socket. It does not wait: a stopped process with a full queue is one, and
-/// so is one with a socket of another type.
+/// Whether a process uses a socket. Never waits: a full queue, as of a stopped process, and a socket
+/// of another type mean yes.
 fn is_answered(path: &Path) -> io::Result<bool> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

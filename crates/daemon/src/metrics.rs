@@ -71,10 +71,10 @@ type Column<T, F> = (&'static str, &'static str, fn(&T) -> F);
 
 const DOMAINS: [Column<DomainAccount, Option<u64>>; 7] = [
     ("resident", "Objects in the page cache", |it| Some(it.resident_bytes)),
-    ("commons", "Of these, what is charged to the commons", |it| it.commons_bytes),
-    ("used", "Of these, what a container uses", |it| Some(it.used_bytes)),
-    ("shared", "Of these, what several containers use", |it| Some(it.shared_bytes)),
-    ("saved", "What the page cache would hold more if images shared nothing", |it| {
+    ("commons", "Objects in the page cache that are charged to the commons", |it| it.commons_bytes),
+    ("used", "Objects in the page cache that a container uses", |it| Some(it.used_bytes)),
+    ("shared", "Objects in the page cache that several containers use", |it| Some(it.shared_bytes)),
+    ("saved", "Bytes that the page cache would hold more if images shared nothing", |it| {
         Some(it.saved_bytes)
     }),
     ("metadata", "Metadata images in the page cache", |it| Some(it.metadata_bytes)),
@@ -83,7 +83,7 @@ const DOMAINS: [Column<DomainAccount, Option<u64>>; 7] = [
 
 const IMAGES: [Column<ImageAccount, u64>; 3] = [
     ("image_resident", "Objects of an image in the page cache", |it| it.resident_bytes),
-    ("image_private", "Of these, what no other image names", |it| it.private_bytes),
+    ("image_private", "Objects of an image in the page cache that no other image names", |it| it.private_bytes),
     ("image_saved", "The image's part of what is saved", |it| it.saved_bytes),
 ];
 

@@ -253,8 +253,8 @@ fn look(
     }
 }
 
-/// The trust domain whose turn it is. Of several the one whose upkeep ended first, so that none
-/// keeps another from its turn.
+/// Of the trust domains whose upkeep is due, the one whose last upkeep ended first: so none keeps
+/// another from its turn.
 fn next(all: &BTreeMap<String, Due>, every: Duration) -> Option<String> {
     let due = all.iter().filter(|(_, due)| due.is_now(every));
     due.min_by_key(|(_, due)| due.last).map(|(name, _)| name.clone())
