@@ -5,7 +5,8 @@
 //! ```text
 //! export                     images out: layouts, archives, registries, EROFS files
 //! import                     images in
-//! source, pack, diff         where images come from; images that carry their data; comparing
+//! source, pack,              where images come from; images that carry their data;
+//! diff, sharing              comparing two; what many share
 //! compose, registry          layers made one tree, bases and deltas; the client for registries
 //! reference, trust, layer    names in registries; signatures and policy; one layer
 //! digest, tree_scan, error,  digests of blobs; reading a directory tree; errors;
@@ -25,6 +26,7 @@ pub mod limits;
 pub mod pack;
 pub mod reference;
 pub mod registry;
+pub mod sharing;
 pub mod source;
 mod stored;
 mod threads;

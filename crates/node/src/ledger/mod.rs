@@ -41,7 +41,6 @@ mod reclaim;
 mod record;
 mod report;
 mod shares;
-pub mod sharing;
 mod superblocks;
 pub mod usage;
 

@@ -1,6 +1,6 @@
 //! `cofolio images --sharing`: all images against each other.
 
-use cofolio_node::ledger::sharing::Sharing;
+use cofolio_image::sharing::Sharing;
 use cofolio_store::{Digest, Domain};
 use serde_json::json;
 

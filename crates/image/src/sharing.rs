@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use cofolio_store::{BoxError, Contents, Digest, Domain, FileKind};
 use serde::Serialize;
 
-use cofolio_image::pack::ImageContents;
+use crate::pack::ImageContents;
 
 /// Images of a domain and what each pair of them has in common. Bytes are bytes of content.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
