@@ -7,7 +7,8 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cofolio_node::commons::{self, Commons};
+use cofolio_node::cgroup::COMMONS;
+use cofolio_node::commons::Commons;
 use common::{Ran, Sandbox, Tar, overwrite, remove, skip, write_layout};
 use serde_json::json;
 
@@ -150,7 +151,7 @@ fn every_command_names_the_repair() {
     let export = ["export", IMAGE, &format!("oci:{}", it.sandbox.text("exported"))];
     let (cat, ls, inspect) = (["cat", IMAGE, "/file-0"], ["ls", "-lR", IMAGE], ["inspect", IMAGE]);
     let (pack, diff, warm) = (["pack", IMAGE], ["diff", IMAGE, "other"], ["warm", IMAGE]);
-    let can_warm = Commons::open(commons::NAME, None).is_ok();
+    let can_warm = Commons::open(COMMONS, None).is_ok();
     type Case<'a> = (&'a dyn Fn(), Vec<&'a [&'a str]>);
     let cases: [Case<'_>; 6] = [
         (&|| remove(&object).unwrap(), vec![&cat, &pack, &diff, &warm, &export]),

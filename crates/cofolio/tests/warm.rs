@@ -10,8 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cofolio_node::cgroup::{Cgroup, Hierarchy};
-use cofolio_node::commons;
+use cofolio_node::cgroup::{COMMONS, Cgroup, Hierarchy};
 use common::Sandbox;
 
 /// The commons, and what their limit was.
@@ -28,7 +27,7 @@ impl Limited {
     fn new(test: &str) -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = Hierarchy::find(Path::new("/")).and_then(|it| it.standing(commons::NAME));
+        let found = Hierarchy::find(Path::new("/")).and_then(|it| it.standing(COMMONS));
         let commons = found.inspect_err(|reason| common::skip(test, &reason.to_string())).ok()?;
         let before = commons.limit_bytes().unwrap();
         let limits = [("memory.max", "max"), ("memory.limit_in_bytes", "-1")];

@@ -18,6 +18,9 @@ use crate::config::Size;
 use crate::mount::{KernelMount, mountinfo};
 use crate::{kernel_text, processes};
 
+/// Name of the [commons](crate::commons), at the top of the hierarchy.
+pub const COMMONS: &str = "cofolio-commons";
+
 /// What can go wrong with memory cgroups.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -21,8 +21,6 @@ use crate::mount::RunDir;
 use crate::page_files::{PageFiles, read_ahead};
 use crate::profile::{self, Profile, ProfileFile};
 
-pub use crate::ledger::COMMONS as NAME;
-
 /// What reading ahead has done. Sizes are bytes of whole pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Warmed {
@@ -80,8 +78,8 @@ pub struct Commons {
 }
 
 impl Commons {
-    /// Makes the cgroup of that name, [`NAME`] for all but tests, if it is missing, and gives it a
-    /// limit if one is named, of at least [`COMMONS_LIMIT_MIN`].
+    /// Makes the cgroup of that name, [`COMMONS`](crate::cgroup::COMMONS) for all but tests, if it is
+    /// missing, and gives it a limit if one is named, of at least [`COMMONS_LIMIT_MIN`].
     ///
     /// # Errors
     /// [`CgroupError::NoMemoryController`], [`CgroupError::InUse`], [`CgroupError::Io`].

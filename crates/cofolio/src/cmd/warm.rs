@@ -4,7 +4,8 @@ use std::process::{Command, Output, Stdio};
 use anyhow::Context as _;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use cofolio_cli::interrupt;
-use cofolio_node::commons::{self, Commons};
+use cofolio_node::cgroup::COMMONS;
+use cofolio_node::commons::Commons;
 use cofolio_node::config::{Size, Warm, commons_limit};
 use cofolio_node::profile::Profile;
 use cofolio_store::task::{Cancel, Cancelled};
@@ -55,7 +56,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let images = args.images.iter().map(|image| context.image(&domain, image));
     let images = images.collect::<anyhow::Result<Vec<_>>>()?;
     let limit = args.limit.or(context.config.config.commons.limit);
-    let commons = Commons::open(commons::NAME, limit.map(|limit| limit.0))?;
+    let commons = Commons::open(COMMONS, limit.map(|limit| limit.0))?;
     let watcher = watch(&commons, context)?;
     let done = warm(args, &domain, &commons, images, context);
     if let Some(mut watcher) = watcher {

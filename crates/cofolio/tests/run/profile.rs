@@ -7,7 +7,8 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use cofolio_node::commons::{self, Commons};
+use cofolio_node::cgroup::COMMONS;
+use cofolio_node::commons::Commons;
 use cofolio_store::verity;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::{Value, json};
@@ -141,7 +142,7 @@ fn a_profile_has_what_a_start_opens() {
 fn what_a_container_starts_from_is_read_ahead_by_policy() {
     let test = "what_a_container_starts_from_is_read_ahead_by_policy";
     let Some((machine, _)) = machine(test) else { return };
-    let commons = Commons::open(commons::NAME, None);
+    let commons = Commons::open(COMMONS, None);
     if let Err(reason) = commons {
         return crate::common::skip(test, &reason.to_string());
     }

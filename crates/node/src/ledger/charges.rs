@@ -19,9 +19,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::cgroup::{ChargedPages, Hierarchy};
 
-/// Name of the commons cgroup, at the top of the hierarchy.
-pub const COMMONS: &str = "cofolio-commons";
-
 /// The commons cgroup. Sizes are bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommonsAccount {

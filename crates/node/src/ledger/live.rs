@@ -15,7 +15,7 @@ use cofolio_sys::mount::{UNIQUE_ID, unique_id};
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
 use super::cgroup_ids::{self, CgroupIds};
-use super::charges::{COMMONS, Charges};
+use super::charges::Charges;
 use super::index::Index;
 use super::missed::Missed;
 use super::opens::OpenedFiles;
@@ -162,7 +162,7 @@ impl Ledger {
             first_opens: None,
             started: Instant::now(),
             round: Vec::new(),
-            commons: COMMONS.to_owned(),
+            commons: cgroup::COMMONS.to_owned(),
             charges: Charges::default(),
             page_files: HashMap::new(),
             unread: Missed::default(),

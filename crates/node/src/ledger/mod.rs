@@ -48,7 +48,7 @@ pub use account::{
     ContainerAccount, DomainAccount, ImageAccount, Machine, Report, Unknown, UsedImage,
 };
 pub use budget::{Budget, thread_time};
-pub use charges::{COMMONS, CommonsAccount};
+pub use charges::CommonsAccount;
 pub use detail::{FileOrder, ImageFile, ImageFiles, ObjectUser, ResidentSharing, SharingImage};
 pub use live::{Ledger, UsageCost};
 pub use pressure::ReclaimPolicy;
