@@ -92,9 +92,9 @@ mod tests {
     }
 
     /// While a container opened files all the time, a look at all processes and objects was taken
-    /// in steps of 0.15 ms, and cost nearly twice as much.
+    /// in slices of 0.15 ms, and cost nearly twice as much.
     #[test]
-    fn a_step_waits_for_enough_time() {
+    fn a_chore_waits_for_enough_time() {
         let enough = Duration::from_millis(1);
         let mut pace = Pace::new(0.01, [0.5, 0.5]);
         pace.earn(Duration::from_millis(150));

@@ -19,17 +19,17 @@ use crate::pace::Pace;
 use crate::published::{Costs, Encoded, Published};
 use crate::serve::Settings;
 
-/// How long the thread sleeps at most, and at least between two steps that need processor time.
+/// How long the thread sleeps at most, and at least between two chores that need processor time.
 const TICK: Duration = Duration::from_millis(100);
 /// How long opened files wait in the kernel's queue at most. They keep their mount busy there, and
 /// unmounting waits half a second for such passing users.
 const OPENS_WAIT: Duration = Duration::from_millis(50);
-/// Processor time that one step takes at most, if it can be divided.
-const STEP_MAX: Duration = Duration::from_millis(5);
-/// Processor time that there must be for a step. In steps of 0.15 ms, a look at all processes and
+/// Processor time that a chore takes at once at most, if it can be divided.
+const SLICE_MAX: Duration = Duration::from_millis(5);
+/// Processor time that there must be for a chore. In slices of 0.15 ms, a look at all processes and
 /// objects costs nearly twice as much.
-const STEP_MIN: Duration = Duration::from_millis(1);
-/// What the ledger's share of a processor is for: opened files, and the steps that take figures. A
+const SLICE_MIN: Duration = Duration::from_millis(1);
+/// What the ledger's share of a processor is for: opened files, and the chores that take figures. A
 /// container that opens files all the time must not keep the figures of all others from being taken.
 /// Figures have the smaller part: without time they get older, while opened files get lost.
 const OPENS: usize = 0;
@@ -117,7 +117,7 @@ pub(crate) struct Worker {
 
 /// What the thread does in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
+enum Chore {
     Refresh,
     Processes,
     Residency,
@@ -143,7 +143,7 @@ impl Worker {
     /// Works until it is cancelled. `failed` hears of figures that could not be taken.
     ///
     /// Each turn answers one question, takes opened files out of the queue, and does a part of one
-    /// step. Whoever may reclaim (root, or the group) may take the time that an answer needs. Answers
+    /// chore. Whoever may reclaim (root, or the group) may take the time that an answer needs. Answers
     /// to others have a share of their own, so they can delay nobody but each other.
     pub(crate) fn run(mut self, cancel: &Cancel, failed: &dyn Fn(&LedgerError)) {
         let mut can_watch = self.ledger.opens().is_some();
@@ -177,17 +177,18 @@ impl Worker {
             // With the last wait: opened files wake it often.
             let taken = thread_time();
             pace.charge(OPENS, taken.saturating_sub(charged));
-            if let Some((step, allowance)) = due.next().zip(pace.allowance_of(FIGURES, STEP_MIN)) {
-                let stepped = self.step(step, &Budget::of(allowance.min(STEP_MAX)));
-                stepped.as_ref().err().into_iter().for_each(failed);
+            if let Some((chore, allowance)) = due.next().zip(pace.allowance_of(FIGURES, SLICE_MIN))
+            {
+                let worked = self.work_on(chore, &Budget::of(allowance.min(SLICE_MAX)));
+                worked.as_ref().err().into_iter().for_each(failed);
                 // One that failed does not hold up the others.
-                due.stepped(step, stepped.unwrap_or(true));
+                due.worked(chore, worked.unwrap_or(true));
             }
             charged = thread_time();
             pace.charge(FIGURES, charged.saturating_sub(taken));
             self.published.set_ledger_time(charged);
-            let has_step = pace.allowance_of(FIGURES, STEP_MIN).is_some() && due.next().is_some();
-            self.wait(was_asked || has_step, pace.allowance(OPENS).is_some());
+            let has_chore = pace.allowance_of(FIGURES, SLICE_MIN).is_some() && due.next().is_some();
+            self.wait(was_asked || has_chore, pace.allowance(OPENS).is_some());
         }
     }
 
@@ -215,17 +216,17 @@ impl Worker {
         } else if self.ledger.opens().is_none() && pace.allowance(OPENS).is_some() {
             self.ledger.watch_opens()?;
         }
-        self.ledger.take_opens(&Budget::of(STEP_MAX))
+        self.ledger.take_opens(&Budget::of(SLICE_MAX))
     }
 
-    /// Does a part of a step. Says whether it is complete.
-    fn step(&mut self, step: Step, budget: &Budget) -> Result<bool, LedgerError> {
-        match step {
-            Step::Refresh => self.ledger.refresh(budget),
-            Step::Processes => self.ledger.sample_processes(budget),
-            Step::Residency => Ok(self.ledger.sample_residency(budget)),
-            Step::Relieve => Ok(self.ledger.relieve(budget)),
-            Step::Report => self.report().map(|_| true),
+    /// Does a part of a chore. Says whether it is complete.
+    fn work_on(&mut self, chore: Chore, budget: &Budget) -> Result<bool, LedgerError> {
+        match chore {
+            Chore::Refresh => self.ledger.refresh(budget),
+            Chore::Processes => self.ledger.sample_processes(budget),
+            Chore::Residency => Ok(self.ledger.sample_residency(budget)),
+            Chore::Relieve => Ok(self.ledger.relieve(budget)),
+            Chore::Report => self.report().map(|_| true),
         }
     }
 
@@ -301,25 +302,26 @@ impl Worker {
     }
 }
 
-/// When which step is due: one after the other, each until it is complete. A round of
-/// [`Step::Relieve`] may take hours, so it takes turns with the others.
+/// When which chore is due: one after the other, each until it is complete. A round of
+/// [`Chore::Relieve`] may take hours, so it takes turns with the others.
 #[derive(Debug)]
 struct Due {
     period: Duration,
-    steps: VecDeque<(Step, Instant)>,
-    /// Whether a round of [`Step::Relieve`] has begun and is not complete.
+    chores: VecDeque<(Chore, Instant)>,
+    /// Whether a round of [`Chore::Relieve`] has begun and is not complete.
     is_relieving: bool,
-    /// Whether another step was taken since its last part.
+    /// Whether another chore was taken since its last part.
     is_its_turn: bool,
 }
 
 impl Due {
     fn new() -> Self {
-        let steps = [Step::Refresh, Step::Processes, Step::Residency, Step::Relieve, Step::Report];
+        let chores =
+            [Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Relieve, Chore::Report];
         let now = Instant::now();
         Self {
             period: Duration::ZERO,
-            steps: steps.map(|step| (step, now)).into(),
+            chores: chores.map(|chore| (chore, now)).into(),
             is_relieving: false,
             is_its_turn: false,
         }
@@ -329,33 +331,34 @@ impl Due {
     fn set_period(&mut self, period: Duration) {
         if period < self.period {
             let latest = Instant::now() + period;
-            self.steps.iter_mut().for_each(|(_, at)| *at = latest.min(*at));
+            self.chores.iter_mut().for_each(|(_, at)| *at = latest.min(*at));
         }
         self.period = period;
     }
 
-    /// The step that is due, if one is.
-    fn next(&self) -> Option<Step> {
-        let due = self.steps.front().filter(|(_, at)| *at <= Instant::now()).map(|(step, _)| *step);
-        let relieve = Some(Step::Relieve).filter(|_| self.is_relieving);
+    /// The chore that is due, if one is.
+    fn next(&self) -> Option<Chore> {
+        let due =
+            self.chores.front().filter(|(_, at)| *at <= Instant::now()).map(|(chore, _)| *chore);
+        let relieve = Some(Chore::Relieve).filter(|_| self.is_relieving);
         if self.is_its_turn { relieve.or(due) } else { due.or(relieve) }
     }
 
-    /// A part of a step was taken. If the step is complete, or goes on in turn with the others, it
+    /// A part of a chore was taken. If the chore is complete, or goes on in turn with the others, it
     /// is due again after a period, behind the others.
-    fn stepped(&mut self, step: Step, is_complete: bool) {
-        let relieves = step == Step::Relieve;
+    fn worked(&mut self, chore: Chore, is_complete: bool) {
+        let relieves = chore == Chore::Relieve;
         if relieves {
             self.is_relieving = !is_complete;
         }
         self.is_its_turn = !relieves;
-        let is_first = self.steps.front().is_some_and(|(first, _)| *first == step);
+        let is_first = self.chores.front().is_some_and(|(first, _)| *first == chore);
         if is_first
             && (is_complete || relieves)
-            && let Some((_, at)) = self.steps.pop_front()
+            && let Some((_, at)) = self.chores.pop_front()
         {
             let next = (at + self.period).max(Instant::now());
-            self.steps.push_back((step, next));
+            self.chores.push_back((chore, next));
         }
     }
 }
@@ -375,19 +378,19 @@ mod tests {
         assert!(question.is_abandoned());
     }
 
-    /// A step that fails comes again after the others, so it cannot keep them from their turns.
+    /// A chore that fails comes again after the others, so it cannot keep them from their turns.
     #[test]
-    fn each_step_has_its_turn() {
+    fn each_chore_has_its_turn() {
         let mut due = Due::new();
         let mut turn = || {
-            let step = due.next().unwrap();
-            due.stepped(step, true);
-            step
+            let chore = due.next().unwrap();
+            due.worked(chore, true);
+            chore
         };
         let round = [turn(), turn(), turn(), turn(), turn()];
         assert_eq!(round.len(), 5);
         assert_eq!([turn(), turn(), turn(), turn(), turn()], round);
-        assert!(round.contains(&Step::Report) && round.contains(&Step::Refresh));
+        assert!(round.contains(&Chore::Report) && round.contains(&Chore::Refresh));
     }
 
     /// No figure was taken, and no report made, until all was dropped that a round of the policy
@@ -398,27 +401,27 @@ mod tests {
         let mut turns = |count, parts_of_a_look| {
             let mut parts = 0;
             let turn = |_| {
-                let step = due.next().unwrap();
-                parts += usize::from(step == Step::Processes);
-                let is_part = step == Step::Processes && parts % parts_of_a_look > 0;
-                due.stepped(step, step != Step::Relieve && !is_part);
-                step
+                let chore = due.next().unwrap();
+                parts += usize::from(chore == Chore::Processes);
+                let is_part = chore == Chore::Processes && parts % parts_of_a_look > 0;
+                due.worked(chore, chore != Chore::Relieve && !is_part);
+                chore
             };
             (0..count).map(turn).collect::<Vec<_>>()
         };
         let (refresh, processes, residency, relieve, report) =
-            (Step::Refresh, Step::Processes, Step::Residency, Step::Relieve, Step::Report);
+            (Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Relieve, Chore::Report);
         // It begins after a look at everything.
         assert_eq!(turns(5, 1), [refresh, processes, residency, relieve, report]);
         // From then on every other turn is its, also in a look that takes many.
-        let others: Vec<_> = turns(24, 5).into_iter().filter(|step| *step != relieve).collect();
+        let others: Vec<_> = turns(24, 5).into_iter().filter(|chore| *chore != relieve).collect();
         let long_look = [processes; 5];
         let expected =
             [&[refresh][..], &long_look, &[residency, report, refresh], &long_look[..3]].concat();
         assert_eq!(others, expected);
         // Once it is complete, it comes again after the next look.
         let mut due = Due::new();
-        due.stepped(Step::Relieve, true);
+        due.worked(Chore::Relieve, true);
         assert_eq!(due.next(), Some(refresh));
         assert!(!due.is_relieving);
     }

@@ -25,7 +25,7 @@ use rustix::io::Errno;
 
 use super::Budget;
 use super::charges::Charges;
-use super::missed::Missed;
+use super::unseen::Unseen;
 use super::usage::ObjectId;
 use crate::cache::leave_cache;
 use crate::mount::open_dir;
@@ -124,9 +124,9 @@ pub(super) struct Index {
     next_domain: usize,
     /// Objects that could not be looked at in the last round, and trust domains whose metadata could
     /// not be. Their figures are those of the last look.
-    unseen: Missed,
+    unseen: Unseen,
     /// The same of this round so far.
-    missed: Missed,
+    unseen_so_far: Unseen,
 }
 
 impl IndexedDomain {
@@ -250,8 +250,8 @@ impl Index {
             forgotten: HashSet::new(),
             next: 0,
             next_domain: 0,
-            unseen: Missed::default(),
-            missed: Missed::default(),
+            unseen: Unseen::default(),
+            unseen_so_far: Unseen::default(),
         }
     }
 
@@ -514,13 +514,13 @@ impl Index {
 
     /// Objects that could not be looked at in the last round, and trust domains whose metadata
     /// could not be.
-    pub(super) fn unseen(&self) -> &Missed {
+    pub(super) fn unseen(&self) -> &Unseen {
         &self.unseen
     }
 
     /// The next [`Index::sample`] begins a round, whatever is left of this one.
     pub(super) fn start_over(&mut self) {
-        (self.next, self.next_domain, self.missed) = (0, 0, Missed::default());
+        (self.next, self.next_domain, self.unseen_so_far) = (0, 0, Unseen::default());
         self.domains.iter_mut().for_each(|it| it.counting = None);
     }
 
@@ -561,7 +561,7 @@ impl Index {
             return false;
         }
         (self.next, self.next_domain) = (0, 0);
-        self.unseen = std::mem::take(&mut self.missed);
+        self.unseen = std::mem::take(&mut self.unseen_so_far);
         true
     }
 
@@ -605,7 +605,7 @@ impl Index {
             Ok(found) => found,
             Err(error) => {
                 let domain = &self.domains[object.domain as usize].domain;
-                self.missed.add(|| match (directory, domain.objects_dir()) {
+                self.unseen_so_far.add(|| match (directory, domain.objects_dir()) {
                     (Err(_), Some(path)) => format!("{}: {error}", path.display()),
                     _ => format!("object {}: {error}", object.digest),
                 });
@@ -639,7 +639,7 @@ impl Index {
                 Err(error) => {
                     let name = known.domain.name();
                     let why = || format!("images of trust domain {name}: {}", with_causes(&*error));
-                    self.missed.add(why);
+                    self.unseen_so_far.add(why);
                 }
             }
             self.next_domain += 1;

@@ -17,12 +17,12 @@ use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 use super::cgroup_ids::{self, CgroupIds};
 use super::charges::Charges;
 use super::index::Index;
-use super::missed::Missed;
 use super::opens::OpenedFiles;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
 use super::superblocks::{Changes, Found, MountEvents, Superblocks};
+use super::unseen::Unseen;
 use super::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result};
 use crate::address_space;
@@ -123,8 +123,8 @@ pub struct Ledger {
     /// Files that hold the pages of objects in place of the store's, in this round.
     pub(super) page_files: HashMap<ObjectId, PathBuf>,
     /// Those that could not be read, of this round and of the last complete one.
-    unread: Missed,
-    pub(super) unread_processes: Missed,
+    unread: Unseen,
+    pub(super) unread_processes: Unseen,
     pub(super) of_processes: Rounds,
     pub(super) of_residency: Rounds,
     pub(super) cancel: Cancel,
@@ -165,8 +165,8 @@ impl Ledger {
             commons: cgroup::COMMONS.to_owned(),
             charges: Charges::default(),
             page_files: HashMap::new(),
-            unread: Missed::default(),
-            unread_processes: Missed::default(),
+            unread: Unseen::default(),
+            unread_processes: Unseen::default(),
             of_processes: Rounds::default(),
             of_residency: Rounds::default(),
             cancel: Cancel::default(),
@@ -345,7 +345,7 @@ impl Ledger {
             let path = self.root.join("proc");
             self.round = processes::all(&self.root).map_err(LedgerError::io(path))?;
             self.of_processes.this = self.now();
-            self.unread = Missed::default();
+            self.unread = Unseen::default();
             if !processes::are_all_visible(&self.root) {
                 self.unread.add(|| HIDDEN.to_owned());
                 self.note_missed_opens();

@@ -32,7 +32,6 @@ mod charges;
 mod detail;
 mod index;
 mod live;
-mod missed;
 mod openers;
 mod opens;
 mod pagemap;
@@ -42,6 +41,7 @@ mod record;
 mod report;
 mod shares;
 mod superblocks;
+mod unseen;
 pub mod usage;
 
 pub use account::{

@@ -51,11 +51,11 @@ pub(super) struct Pressure {
     policy: ReclaimPolicy,
     /// How often each cgroup was at a limit.
     events: HashMap<Box<str>, u64>,
-    /// What is left to do in this round, the next step last.
-    round: Vec<Step>,
+    /// What is left to do in this round, the next stage last.
+    round: Vec<Stage>,
     /// Cgroups that are under pressure in this round, each before those above it.
     pressed: Vec<Pressed>,
-    /// What the last step has to drop.
+    /// What the last stage has to drop.
     work: Work,
     /// Objects that the last search found and nobody has used since. Only these may be dropped.
     unused: HashSet<ObjectId>,
@@ -67,7 +67,7 @@ pub(super) struct Pressure {
 
 /// A part of a round.
 #[derive(Debug)]
-enum Step {
+enum Stage {
     LeftBehind,
     Machine,
     /// Looks whether a cgroup is under pressure.
@@ -230,8 +230,8 @@ impl Ledger {
             if let Some(object) = self.pressure.next() {
                 let freed = self.drop_unmapped(object);
                 self.pressure.freed(freed);
-            } else if let Some(step) = self.pressure.round.pop() {
-                self.take_step(step);
+            } else if let Some(stage) = self.pressure.round.pop() {
+                self.run_stage(stage);
             }
             if budget.is_spent() {
                 break;
@@ -250,21 +250,21 @@ impl Ledger {
             let paths = users.flat_map(|path| from_the_top(path).chain([path]));
             let paths: BTreeSet<Box<str>> = paths.map(Into::into).collect();
             self.pressure.events.retain(|path, _| paths.contains(path));
-            self.pressure.round.push(Step::Search);
+            self.pressure.round.push(Stage::Search);
             // In order, so each one comes before those below it.
-            self.pressure.round.extend(paths.into_iter().map(Step::Look));
-            self.pressure.round.push(Step::Machine);
+            self.pressure.round.extend(paths.into_iter().map(Stage::Look));
+            self.pressure.round.push(Stage::Machine);
         }
         if !self.pressure.left_behind.is_empty() {
-            self.pressure.round.push(Step::LeftBehind);
+            self.pressure.round.push(Stage::LeftBehind);
         }
     }
 
-    fn take_step(&mut self, step: Step) {
+    fn run_stage(&mut self, stage: Stage) {
         let ReclaimPolicy { bytes, percent, .. } = self.pressure.policy;
-        match step {
-            Step::LeftBehind => self.search_left_behind(),
-            Step::Machine => {
+        match stage {
+            Stage::LeftBehind => self.search_left_behind(),
+            Stage::Machine => {
                 if is_stalled(&self.root.join("proc/pressure/memory"), percent) {
                     let mut objects = self.candidates(&Scope::Machine).objects;
                     objects.reverse();
@@ -273,9 +273,9 @@ impl Ledger {
                     self.pressure.work = Work { objects, bytes, cgroup, in_vain: 0, in_vain_max };
                 }
             }
-            Step::Look(path) => self.look_at_cgroup(&path, percent),
-            Step::Search => self.search_pressed(),
-            Step::Drop(cgroup) => self.pressure.begin_drop(cgroup),
+            Stage::Look(path) => self.look_at_cgroup(&path, percent),
+            Stage::Search => self.search_pressed(),
+            Stage::Drop(cgroup) => self.pressure.begin_drop(cgroup),
         }
     }
 
@@ -347,7 +347,7 @@ impl Ledger {
             pressure.pressed[number].objects.push(object);
         }
         pressure.pressed.iter_mut().zip(above).for_each(|(it, above)| it.above = above);
-        pressure.round.extend((0..none).rev().map(Step::Drop));
+        pressure.round.extend((0..none).rev().map(Stage::Drop));
     }
 
     /// Notes the objects of users that have gone: of cgroups that were removed, and of these mounts. To be
@@ -520,9 +520,9 @@ mod tests {
         fn pressed(&mut self) -> Vec<String> {
             self.ledger.begin_round();
             let mut found = Vec::new();
-            while let Some(step) = self.ledger.pressure.round.pop() {
+            while let Some(stage) = self.ledger.pressure.round.pop() {
                 self.ledger.pressure.work = Work::default();
-                self.ledger.take_step(step);
+                self.ledger.run_stage(stage);
                 let Work { bytes, cgroup, .. } = self.ledger.pressure.work;
                 if bytes > 0 {
                     let path = cgroup.map(|number| &*self.ledger.pressure.pressed[number].path);
@@ -570,9 +570,9 @@ mod tests {
         /// Goes on with a round until it has found what can be dropped.
         fn search(&mut self) {
             self.ledger.begin_round();
-            while let Some(step) = self.ledger.pressure.round.pop() {
-                let is_search = matches!(step, Step::Search);
-                self.ledger.take_step(step);
+            while let Some(stage) = self.ledger.pressure.round.pop() {
+                let is_search = matches!(stage, Stage::Search);
+                self.ledger.run_stage(stage);
                 if is_search {
                     break;
                 }
@@ -608,8 +608,8 @@ mod tests {
         planted.ledger.cgroups.number(&deep, Some(7)).unwrap();
         planted.ledger.begin_round();
         let round = &planted.ledger.pressure.round;
-        let in_chain = round.iter().filter_map(|step| match step {
-            Step::Look(path) if path.starts_with("/x") => Some(path.len()),
+        let in_chain = round.iter().filter_map(|stage| match stage {
+            Stage::Look(path) if path.starts_with("/x") => Some(path.len()),
             _ => None,
         });
         // Each comes before the one below it, which is searched first.
@@ -735,7 +735,7 @@ mod tests {
         let pressure = &mut planted.ledger.pressure;
         let mut left = Vec::new();
         for freed in [40, 30, 10] {
-            let Some(Step::Drop(number)) = pressure.round.pop() else { panic!("a drop for each") };
+            let Some(Stage::Drop(number)) = pressure.round.pop() else { panic!("a drop for each") };
             pressure.begin_drop(number);
             left.push((pressure.pressed[number].path.to_string(), pressure.work.bytes));
             pressure.freed(freed);
@@ -745,7 +745,7 @@ mod tests {
         assert_eq!(pressure.freed_bytes, 80);
     }
 
-    /// Objects that were found for a container were dropped many steps later, although another one, or
+    /// Objects that were found for a container were dropped many stages later, although another one, or
     /// the container itself, had used them by then.
     #[test]
     fn what_is_used_after_the_search_stays() {

@@ -129,7 +129,7 @@ pub(super) struct Mappings {
 /// Steps for all processes together; [`Superblocks`](super::superblocks::Superblocks) has a limit
 /// for each. A step is a mapping, or [`pagemap::STEP`] pages of a larger one. So the mappings that
 /// are kept take 24 MiB, and up to twice that in memory that is reserved.
-const STEPS_MAX: u32 = 1 << 20;
+const STEPS_OF_A_RECLAIM: u32 = 1 << 20;
 
 impl Ledger {
     /// Drops objects of a target, as the last sample shows who uses them. If it is cancelled, says
@@ -307,7 +307,8 @@ impl Ledger {
         };
         // If none can be listed, nobody knows how many there are: at least one.
         let (unread, pids) = (u64::from(pids.is_err()), pids.unwrap_or_default());
-        let (mut found, mut steps_left) = (Mappings { unread, ..Mappings::default() }, STEPS_MAX);
+        let (mut found, mut steps_left) =
+            (Mappings { unread, ..Mappings::default() }, STEPS_OF_A_RECLAIM);
         for pid in pids {
             if self.cancel.is_cancelled() {
                 break;

@@ -65,8 +65,8 @@ impl Ledger {
     }
 
     fn warnings(&self) -> Vec<String> {
-        let missed = [self.index.unseen(), &self.unread_processes];
-        let missed = missed.into_iter().flat_map(|missed| missed.why.clone());
+        let unseen = [self.index.unseen(), &self.unread_processes];
+        let unseen = unseen.into_iter().flat_map(|unseen| unseen.why.clone());
         let of_mounts = self.unwatched_mounts.as_ref().map(|error| {
             format!("files opened right after a mount may be missed: inotify: {error}")
         });
@@ -74,7 +74,7 @@ impl Ledger {
             .opened
             .refused()
             .map(|error| format!("opened files are not seen, only mapped ones: fanotify: {error}"));
-        missed.chain(of_mounts).chain(of_opens).collect()
+        unseen.chain(of_mounts).chain(of_opens).collect()
     }
 
     /// All images, by trust domain and digest.

@@ -25,10 +25,10 @@ use crate::settings::Backend;
 
 /// Steps of a look: some hundred milliseconds at most. A step is a file that is looked at with
 /// system calls, or [`pagemap::STEP`] pages of a process.
-pub(super) const STEPS_MAX: u32 = 4096;
+pub(super) const STEPS_OF_A_LOOK: u32 = 4096;
 
 /// Steps for reading the table of an image that nobody has mounted so far as we know.
-pub(super) const STEPS_OF_A_TABLE: u32 = STEPS_MAX / 8;
+pub(super) const STEPS_OF_A_TABLE: u32 = STEPS_OF_A_LOOK / 8;
 
 /// A look at one process.
 #[derive(Debug, Default)]
@@ -48,7 +48,7 @@ impl Look {
         Self {
             root: root.to_owned(),
             pid,
-            steps_left: STEPS_MAX,
+            steps_left: STEPS_OF_A_LOOK,
             left_out: None,
             seeing: None,
             is_blind: false,

@@ -18,7 +18,7 @@ use super::super::reclaim::Scope;
 use super::super::usage::{Count, ObjectId, SuperblockId};
 use super::super::{Budget, Ledger};
 use super::adopted::Sighting;
-use super::look::{Look, STEPS_MAX, mapped_frames};
+use super::look::{Look, STEPS_OF_A_LOOK, mapped_frames};
 use super::namespaces::Namespaces;
 use super::refresh::Changes;
 use super::tables::Inodes;
@@ -236,7 +236,7 @@ fn pages_are_found_wherever_they_are_within_the_limit() {
     assert_eq!(look.left_out, None);
     let beyond = Mapping { offset: size, ..mapping };
     assert_eq!(mapped_frames(&beyond, size, &mut look).unwrap(), []);
-    look.spend(STEPS_MAX - 3 - 2).unwrap();
+    look.spend(STEPS_OF_A_LOOK - 3 - 2).unwrap();
     let again = Mapping { offset: 0, ..beyond };
     assert_eq!(mapped_frames(&again, size, &mut look).unwrap(), []);
     assert_eq!(look.left_out, Some("there is too much to look at"));
@@ -259,7 +259,7 @@ fn a_reclaim_looks_at_a_bounded_part_of_each_process() {
         let maps = mapping.repeat(usize::try_from(count).unwrap());
         fs::write(made_up.root().join(format!("proc/{pid}/maps")), maps).unwrap();
     };
-    maps(1, STEPS_MAX + 1);
+    maps(1, STEPS_OF_A_LOOK + 1);
     maps(2, 1);
     let mappings = |ledger: &mut Ledger| {
         let mut found = ledger.mappings(&Scope::Machine, true, &[ObjectId(0)]);
@@ -269,7 +269,7 @@ fn a_reclaim_looks_at_a_bounded_part_of_each_process() {
         (of(1), of(2), found.unread)
     };
     for _ in 0..2 {
-        assert_eq!(mappings(&mut ledger), (STEPS_MAX as usize, 1, 1));
+        assert_eq!(mappings(&mut ledger), (STEPS_OF_A_LOOK as usize, 1, 1));
     }
     fs::remove_dir_all(made_up.root().join("proc/2")).unwrap();
     maps(1, 1);

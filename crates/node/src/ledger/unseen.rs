@@ -5,13 +5,13 @@ const WHY_MAX: usize = 16;
 
 /// How much a round could not look at, and why.
 #[derive(Debug, Default)]
-pub(super) struct Missed {
+pub(super) struct Unseen {
     pub(super) count: u64,
     /// The first reasons, each once.
     pub(super) why: Vec<String>,
 }
 
-impl Missed {
+impl Unseen {
     /// Counts one more, and keeps the reason if there is room.
     pub(super) fn add(&mut self, why: impl FnOnce() -> String) {
         self.count += 1;
