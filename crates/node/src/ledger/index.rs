@@ -310,6 +310,11 @@ impl Index {
         self.objects.get(id.0 as usize).filter(|object| object.images > 0)
     }
 
+    /// Whether a use of an object may be one of the pages that are resident now.
+    pub(super) fn counts_use(&self, id: ObjectId, time: u32) -> bool {
+        self.object(id).is_some_and(|it| it.counts_use(time))
+    }
+
     /// All objects that are in use by an image.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
         self.objects.iter().filter(|object| object.images > 0)

@@ -1,6 +1,6 @@
 //! The core of the ledger: [`Ledger`] itself, and how looks and events keep it up to date.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
 use std::ops::ControlFlow;
@@ -313,7 +313,7 @@ impl Ledger {
             self.of_residency.complete = self.of_residency.this;
             // Uses of pages that have gone since.
             let Self { usage, opened, index, .. } = self;
-            let counts = |object, time| index.object(object).is_some_and(|it| it.counts_use(time));
+            let counts = |object, time| index.counts_use(object, time);
             usage.retain(|it| counts(it.object, it.time));
             opened.retain(now, counts);
         }
@@ -650,27 +650,6 @@ impl Ledger {
     pub(super) fn cgroup_of_mount(&mut self, mount: u64) -> Option<CgroupId> {
         let path = self.opened.openers.of_mount(mount)?.to_owned();
         self.number_cgroup(&path).ok()?
-    }
-
-    /// Objects that somebody unknown opened, and when that was last, as far as their pages have
-    /// been resident since.
-    pub(super) fn unknown_uses(&self) -> impl Iterator<Item = (ObjectId, u32)> {
-        let uses = self.opened.unknown_uses(self.now());
-        uses.filter(|(object, time)| self.counts_use(*object, *time))
-    }
-
-    /// Tells the objects of which nobody knows whether somebody else uses them: somebody unknown
-    /// opened them, or opened files were missed when they were resident.
-    pub(super) fn doubt(&self) -> impl Fn(ObjectId) -> bool {
-        let unknown: HashSet<ObjectId> = self.unknown_uses().map(|(object, _)| object).collect();
-        let missed = self.opened.missed(self.now());
-        move |object| {
-            unknown.contains(&object) || missed.is_some_and(|time| self.counts_use(object, time))
-        }
-    }
-
-    fn counts_use(&self, object: ObjectId, time: u32) -> bool {
-        self.index.object(object).is_some_and(|it| it.counts_use(time))
     }
 
     /// Files were opened, and nobody knows which. So nothing that a search has found is known to be

@@ -34,6 +34,7 @@ mod index;
 mod live;
 mod openers;
 mod opens;
+mod owners;
 mod pagemap;
 mod pressure;
 mod reclaim;

@@ -34,8 +34,8 @@ impl Openers {
             cgroup = above(cgroup);
         }
         let known = self.this_round.entry(mount).or_insert_with(|| cgroup.into());
-        if !is_at_or_below(cgroup, known) {
-            *known = lowest_above_both(known, cgroup).into();
+        while !is_at_or_below(cgroup, known) {
+            *known = above(known).into();
         }
     }
 
@@ -54,14 +54,6 @@ impl Openers {
 /// The path of the cgroup above this one; empty at the top.
 fn above(path: &str) -> &str {
     path.rsplit_once('/').map_or("", |(above, _)| above)
-}
-
-fn lowest_above_both(one: &str, other: &str) -> String {
-    let mut path = one;
-    while !is_at_or_below(other, path) {
-        path = above(path);
-    }
-    path.to_owned()
 }
 
 #[cfg(test)]

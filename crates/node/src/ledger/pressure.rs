@@ -24,9 +24,10 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use super::owners::Groups;
 use super::reclaim::Scope;
 use super::shares::from_the_top;
-use super::usage::{CgroupId, ObjectId, SuperblockId, Usage};
+use super::usage::{ObjectId, SuperblockId, Usage};
 use super::{Budget, Ledger};
 use crate::cgroup::{Version, field, is_at_or_below};
 
@@ -86,7 +87,7 @@ struct Pressed {
     /// Its tasks wait for memory.
     is_stalled: bool,
     /// The lowest cgroup above it that is under pressure, too.
-    above: Option<usize>,
+    above: Option<u32>,
     /// Objects that it alone uses with those below it, but for those that one of these alone uses that
     /// is under pressure itself. The next one to drop last.
     objects: Vec<ObjectId>,
@@ -154,7 +155,7 @@ impl Pressure {
         let mut cgroup = self.work.cgroup;
         while let Some(pressed) = cgroup.and_then(|number| self.pressed.get_mut(number)) {
             pressed.freed_bytes += bytes;
-            cgroup = pressed.above;
+            cgroup = pressed.above.map(|above| above as usize);
         }
     }
 }
@@ -181,27 +182,6 @@ impl Work {
             self.objects.clear();
         }
     }
-}
-
-/// How an object is used, as far as that matters to the cgroups under pressure.
-struct Users {
-    /// When last.
-    last: u32,
-    /// The number of the lowest cgroup under pressure that all users are in or below; that of none
-    /// is the highest.
-    lowest: usize,
-    /// Whether anybody who exists uses it. Otherwise it is what removed cgroups left behind there.
-    is_used: bool,
-}
-
-/// The lowest cgroup under pressure at or above both. `above` has the next one above each, which
-/// has a higher number.
-fn lowest_above_both(mut one: usize, mut other: usize, above: &[usize]) -> usize {
-    while one != other {
-        let lower = if one < other { &mut one } else { &mut other };
-        *lower = above[*lower];
-    }
-    one
 }
 
 impl Ledger {
@@ -298,56 +278,35 @@ impl Ledger {
     }
 
     /// Finds what each cgroup under pressure alone uses, with those below it: the least recently
-    /// used objects first. Others share what a cgroup outside of these uses that exists: what a
-    /// removed one left behind is nobody's.
+    /// used objects first.
     fn search_pressed(&mut self) {
         if self.pressure.pressed.is_empty() {
             return;
         }
         let pressed = self.pressure.pressed.iter().map(|it| &*it.path).zip(0..);
-        let numbers: HashMap<&str, usize> = pressed.collect();
+        let numbers: HashMap<&str, u32> = pressed.collect();
         let lowest = |path: &str, is_it: &dyn Fn(&str) -> bool| {
             let above = from_the_top(path).chain([path]).filter(|it| is_it(it));
             above.filter_map(|it| numbers.get(it).copied()).last()
         };
         let above = |it: &Pressed| lowest(&it.path, &|path| path != &*it.path);
-        let above: Vec<Option<usize>> = self.pressure.pressed.iter().map(above).collect();
+        let above: Vec<Option<u32>> = self.pressure.pressed.iter().map(above).collect();
         let cgroups = self.cgroups.numbered();
-        let cgroups: HashMap<CgroupId, usize> =
-            cgroups.filter_map(|(id, path)| Some((id, lowest(path, &|_| true)?))).collect();
-        let none = above.len();
-        let next_above: Vec<usize> = above.iter().map(|it| it.unwrap_or(none)).collect();
+        let cgroups = cgroups.filter_map(|(id, path)| Some((id, lowest(path, &|_| true)?)));
+        let groups = Groups::new(cgroups, above.iter().copied());
 
-        let mut found: HashMap<ObjectId, Users> = HashMap::new();
-        self.for_each_past_use(|Usage { cgroup, object, time, .. }| {
-            let lowest = cgroups.get(&cgroup).copied().unwrap_or(none);
-            let is_user = self.cgroups.is_user(cgroup);
-            let new = Users { last: time, lowest, is_used: is_user };
-            let users = found.entry(object).or_insert(new);
-            users.last = users.last.max(time);
-            users.lowest = match (users.is_used, is_user) {
-                (true, true) => lowest_above_both(users.lowest, lowest, &next_above),
-                (true, false) => users.lowest,
-                (false, true) => lowest,
-                (false, false) => users.lowest.min(lowest),
-            };
-            users.is_used |= is_user;
-        });
-        let doubt = self.doubt();
-        let mut objects: Vec<_> = found
-            .into_iter()
-            .filter(|(object, users)| users.lowest < none && !doubt(*object))
-            .map(|(object, users)| (users.last, object, users.lowest))
-            .collect();
-        drop(doubt);
+        let owners = self.owners(&groups, |usage| self.is_of_resident(usage));
+        let found = owners.iter().filter(|(_, owner)| !owner.is_doubted);
+        let found = found.filter_map(|(id, owner)| Some((owner.last_use, id, owner.group()?)));
+        let mut objects: Vec<_> = found.collect();
         objects.sort_unstable();
         let pressure = &mut self.pressure;
         pressure.unused = objects.iter().map(|(_, object, _)| *object).collect();
         for (_, object, number) in objects.into_iter().rev() {
-            pressure.pressed[number].objects.push(object);
+            pressure.pressed[number as usize].objects.push(object);
         }
         pressure.pressed.iter_mut().zip(above).for_each(|(it, above)| it.above = above);
-        pressure.round.extend((0..none).rev().map(Stage::Drop));
+        pressure.round.extend((0..pressure.pressed.len()).rev().map(Stage::Drop));
     }
 
     /// Notes the objects of users that have gone: of cgroups that were removed, and of these mounts. To be
@@ -376,19 +335,15 @@ impl Ledger {
     /// Finds the noted objects that have no user left. They are noted until they are tried, once.
     /// Those that somebody unknown may use stay noted.
     fn search_left_behind(&mut self) {
-        let mut objects = std::mem::take(&mut self.pressure.left_behind);
+        let noted = std::mem::take(&mut self.pressure.left_behind);
         // As they were noted: nobody may have looked yet how much of them is resident.
-        let _ = self.usage.for_each(|usage| {
-            let object = self.index.object(usage.object);
-            let counts = object.is_some_and(|it| it.counts_use(usage.time));
-            if counts && self.cgroups.is_user(usage.cgroup) {
-                objects.remove(&usage.object);
-            }
-            ControlFlow::<()>::Continue(())
+        let owners = self.owners(&Groups::default(), |usage| {
+            noted.contains(&usage.object) && self.index.counts_use(usage.object, usage.time)
         });
-        let doubt = self.doubt();
-        let unused: HashSet<ObjectId> = objects.iter().copied().filter(|it| !doubt(*it)).collect();
-        drop(doubt);
+        let is_left = |id: &ObjectId| !owners.of(*id).is_used;
+        let objects: HashSet<ObjectId> = noted.iter().copied().filter(is_left).collect();
+        let is_known = |id: &ObjectId| !owners.of(*id).is_doubted;
+        let unused: HashSet<ObjectId> = objects.iter().copied().filter(is_known).collect();
         self.pressure.left_behind = objects;
         let objects = unused.iter().copied().collect();
         self.pressure.unused = unused;
@@ -419,6 +374,7 @@ mod tests {
     use cofolio_store::{InitOptions, Store};
 
     use super::super::cgroup_ids;
+    use super::super::usage::CgroupId;
     use super::*;
     use crate::cgroup::Hierarchy;
     use crate::mount::RunDir;

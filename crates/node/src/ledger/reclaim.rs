@@ -14,6 +14,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
+use std::iter;
 use std::ops::{ControlFlow, Range};
 use std::path::{Component, Path};
 use std::time::Duration;
@@ -24,9 +25,11 @@ use cofolio_sys::pagemap;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 
+use super::index::Object;
 use super::live::SLICE;
+use super::owners::{Groups, Owners};
 use super::pagemap::page_out;
-use super::usage::{CgroupId, ObjectId};
+use super::usage::{CgroupId, ObjectId, Usage};
 use super::{Budget, Ledger, LedgerError, Result, UsedImage};
 use crate::address_space::is_unanswered;
 use crate::processes;
@@ -99,23 +102,34 @@ pub(super) enum Scope {
     Machine,
 }
 
-/// How an object was used.
-#[derive(Debug, Default)]
-struct Users {
-    /// When last, also by cgroups that were removed.
-    last: u32,
-    cgroup: Option<CgroupId>,
-    /// Whether there are other cgroups.
-    several: bool,
-}
-
 /// Objects that may go, and those that others use; of each kind the least recently used first.
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
     pub(super) objects: Vec<ObjectId>,
     pub(super) shared: Vec<ObjectId>,
-    /// Of how many of `shared` nobody knows whether others use them: see [`Ledger::doubt`].
+    /// Of how many of `shared` nobody knows whether others use them.
     pub(super) unsure: u64,
+}
+
+impl Candidates {
+    fn new(
+        objects: Vec<ObjectId>,
+        is_shared: impl Fn(ObjectId) -> bool,
+        is_doubted: impl Fn(ObjectId) -> bool,
+    ) -> Self {
+        let mut unsure = 0;
+        let (shared, objects) = objects.into_iter().partition(|id| {
+            let is_unsure = !is_shared(*id) && is_doubted(*id);
+            unsure += u64::from(is_unsure);
+            is_unsure || is_shared(*id)
+        });
+        Self { objects, shared, unsure }
+    }
+
+    /// Others share an object if they use it.
+    fn owned(objects: Vec<ObjectId>, owners: &Owners<'_>) -> Self {
+        Self::new(objects, |id| owners.of(id).is_shared(), |id| owners.of(id).is_doubted)
+    }
 }
 
 /// Where processes map objects.
@@ -205,32 +219,38 @@ impl Ledger {
     }
 
     pub(super) fn candidates(&self, scope: &Scope) -> Candidates {
-        let of_image = |id: &ObjectId| self.index.object(*id).is_some_and(|it| it.is_shared());
+        let owners = |groups| self.owners(&groups, |usage| self.is_of_resident(usage));
         match scope {
-            Scope::Cgroups(_, cgroups) => self.candidates_of_cgroups(cgroups),
+            Scope::Cgroups(_, cgroups) => {
+                let (objects, ours) = self.used_in(cgroups);
+                let group = Groups::new(cgroups.iter().map(|it| (*it, 0)), iter::empty());
+                let is_ours = |it: &Usage| ours.contains(&it.object) && self.is_of_resident(it);
+                Candidates::owned(objects, &self.owners(&group, is_ours))
+            }
             Scope::Image(domain, image) => {
                 let image = self.index.domains()[*domain as usize].images.get(image);
                 let objects = image.iter().flat_map(|image| &image.objects).copied();
-                self.by_last_use(objects, |id, _| of_image(id))
+                let objects = self.by_last_use(objects, &owners(Groups::default()));
+                let is_shared = |id| self.index.object(id).is_some_and(Object::is_shared);
+                Candidates::new(objects, is_shared, |_| false)
             }
             Scope::Domain(domain) => {
                 let objects = self.index.numbered().filter(|(_, it)| it.domain == *domain);
-                self.by_last_use(objects.map(|(id, _)| id), |_, _| false)
+                let objects = objects.map(|(id, _)| id);
+                let objects = self.by_last_use(objects, &owners(Groups::default()));
+                Candidates { objects, ..Candidates::default() }
             }
             Scope::Machine => {
+                let each = self.cgroups.numbered().map(|(id, _)| (id, id.0));
+                let owners = owners(Groups::new(each, iter::empty()));
                 let objects = self.index.numbered().map(|(id, _)| id);
-                let doubt = self.doubt();
-                let is_shared = |id: &ObjectId, users: Option<&Users>| {
-                    doubt(*id) || users.is_some_and(|it| it.several)
-                };
-                self.by_last_use(objects, is_shared)
+                Candidates::owned(self.by_last_use(objects, &owners), &owners)
             }
         }
     }
 
-    /// What the lists of these cgroups hold. Others share what a cgroup outside of these uses that
-    /// exists: what a removed one left behind is nobody's.
-    fn candidates_of_cgroups(&self, cgroups: &HashSet<CgroupId>) -> Candidates {
+    /// The objects that the lists of these cgroups hold, by their last use there.
+    fn used_in(&self, cgroups: &HashSet<CgroupId>) -> (Vec<ObjectId>, HashSet<ObjectId>) {
         let mut uses = Vec::new();
         for cgroup in cgroups {
             let _ = self.usage.for_each_of_cgroup(*cgroup, |usage| {
@@ -243,51 +263,22 @@ impl Ledger {
         // Each list is in order of time already, so this merges more than it sorts.
         uses.sort();
         // An object is in several lists if it was used through several mounts; its last use counts.
-        let mut ours = HashSet::new();
-        let mut objects: Vec<_> = uses
-            .into_iter()
-            .rev()
-            .map(|(_, object)| object)
-            .filter(|it| ours.insert(*it))
-            .collect();
+        let mut once = HashSet::new();
+        let last = uses.into_iter().rev().map(|(_, object)| object).filter(|it| once.insert(*it));
+        let mut objects: Vec<_> = last.collect();
         objects.reverse();
-        let mut others = HashSet::new();
-        self.for_each_use(|usage| {
-            if ours.contains(&usage.object) && !cgroups.contains(&usage.cgroup) {
-                others.insert(usage.object);
-            }
-        });
-        let (doubt, mut unsure) = (self.doubt(), 0);
-        let (shared, objects) = objects.into_iter().partition(|id| {
-            let is_doubted = !others.contains(id) && doubt(*id);
-            unsure += u64::from(is_doubted);
-            is_doubted || others.contains(id)
-        });
-        Candidates { objects, shared, unsure }
+        (objects, once)
     }
 
     /// Those of some objects that are resident, by their last use in any cgroup.
     fn by_last_use(
         &self,
         objects: impl Iterator<Item = ObjectId>,
-        is_shared: impl Fn(&ObjectId, Option<&Users>) -> bool,
-    ) -> Candidates {
-        let mut users: HashMap<ObjectId, Users> = HashMap::new();
-        self.for_each_past_use(|usage| {
-            let users = users.entry(usage.object).or_default();
-            users.last = users.last.max(usage.time);
-            if self.cgroups.is_user(usage.cgroup) {
-                users.several |= *users.cgroup.get_or_insert(usage.cgroup) != usage.cgroup;
-            }
-        });
-        for (object, time) in self.unknown_uses() {
-            let users = users.entry(object).or_default();
-            users.last = users.last.max(time);
-        }
+        owners: &Owners<'_>,
+    ) -> Vec<ObjectId> {
         let mut objects: Vec<_> = objects.filter(|id| self.resident_bytes(*id) > 0).collect();
-        objects.sort_unstable_by_key(|id| (users.get(id).map_or(0, |users| users.last), *id));
-        let (shared, objects) = objects.into_iter().partition(|id| is_shared(id, users.get(id)));
-        Candidates { objects, shared, unsure: 0 }
+        objects.sort_by_cached_key(|id| (owners.of(*id).last_use, *id));
+        objects
     }
 
     /// Where processes map these objects: those of the scope, or if others may, all.
@@ -447,7 +438,7 @@ impl Ledger {
     }
 
     fn resident_bytes(&self, id: ObjectId) -> u64 {
-        self.index.object(id).map_or(0, super::index::Object::resident_bytes)
+        self.index.object(id).map_or(0, Object::resident_bytes)
     }
 }
 

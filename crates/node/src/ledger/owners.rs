@@ -1,0 +1,141 @@
+//! Who alone uses an object: one walk over the usage lists says it of all objects.
+//!
+//! | question | groups | answer |
+//! |---|---|---|
+//! | what does a container alone use? | its cgroups | objects of one group |
+//! | what does one container use at most? | each cgroup | objects of one group, or unused |
+//! | what do cgroups under pressure alone use? | each with those below it | the lowest group |
+//! | what has nobody left? | none | objects that are not used |
+//!
+//! A removed cgroup uses nothing: what it left behind only tells when an object was last used, and
+//! of an unused one the group.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+
+use super::Ledger;
+use super::index::Index;
+use super::usage::{CgroupId, ObjectId, Usage};
+
+/// In place of a group, for cgroups that are in none.
+const OUTSIDE: u32 = u32::MAX;
+
+/// Groups of cgroups. One may be in another one, which has a higher number.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    /// The lowest group of each cgroup, by its number.
+    of_cgroups: Vec<u32>,
+    /// The next group around each one.
+    around: Vec<u32>,
+}
+
+impl Groups {
+    /// `cgroups` have their lowest groups. `around` has the next group around each one; a group
+    /// beyond its end is in no other one.
+    pub(super) fn new(
+        cgroups: impl Iterator<Item = (CgroupId, u32)>,
+        around: impl Iterator<Item = Option<u32>>,
+    ) -> Self {
+        let mut of_cgroups = Vec::new();
+        for (CgroupId(id), group) in cgroups {
+            of_cgroups.resize(of_cgroups.len().max(id as usize + 1), OUTSIDE);
+            of_cgroups[id as usize] = group;
+        }
+        Self { of_cgroups, around: around.map(|it| it.unwrap_or(OUTSIDE)).collect() }
+    }
+
+    fn of_cgroup(&self, cgroup: CgroupId) -> u32 {
+        self.of_cgroups.get(cgroup.0 as usize).copied().unwrap_or(OUTSIDE)
+    }
+
+    fn lowest_around_both(&self, mut one: u32, mut other: u32) -> u32 {
+        while one != other {
+            let lower = if one < other { &mut one } else { &mut other };
+            *lower = self.around.get(*lower as usize).copied().unwrap_or(OUTSIDE);
+        }
+        one
+    }
+}
+
+/// Who uses an object.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Owner {
+    /// When it was last used, also by removed cgroups and by somebody unknown.
+    pub(super) last_use: u32,
+    /// The lowest group that all its users are in; if it has none, one that left it behind.
+    group: u32,
+    /// Whether a cgroup uses it that exists.
+    pub(super) is_used: bool,
+    /// Whether somebody else may use it: somebody unknown opened it, or opened files were missed
+    /// when it was resident.
+    pub(super) is_doubted: bool,
+}
+
+impl Owner {
+    const NONE: Owner = Owner { last_use: 0, group: OUTSIDE, is_used: false, is_doubted: false };
+
+    fn add(&mut self, time: u32, group: u32, is_user: bool, groups: &Groups) {
+        self.last_use = self.last_use.max(time);
+        self.group = match (self.is_used, is_user) {
+            (true, true) => groups.lowest_around_both(self.group, group),
+            (true, false) => self.group,
+            (false, true) => group,
+            (false, false) => self.group.min(group),
+        };
+        self.is_used |= is_user;
+    }
+
+    pub(super) fn group(&self) -> Option<u32> {
+        Some(self.group).filter(|group| *group != OUTSIDE)
+    }
+
+    /// Whether its users are not all in one group.
+    pub(super) fn is_shared(&self) -> bool {
+        self.is_used && self.group == OUTSIDE
+    }
+}
+
+/// The owners of all objects. They take up to 40 bytes for each one that was used.
+#[derive(Debug)]
+pub(super) struct Owners<'l> {
+    index: &'l Index,
+    used: HashMap<ObjectId, Owner>,
+    /// When opened files were missed.
+    missed: Option<u32>,
+}
+
+impl Owners<'_> {
+    pub(super) fn of(&self, object: ObjectId) -> Owner {
+        let mut owner = self.used.get(&object).copied().unwrap_or(Owner::NONE);
+        owner.is_doubted |= self.missed.is_some_and(|time| self.index.counts_use(object, time));
+        owner
+    }
+
+    /// Of the objects that were used.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ObjectId, Owner)> {
+        self.used.keys().map(|object| (*object, self.of(*object)))
+    }
+}
+
+impl Ledger {
+    /// Finds the owners of objects, from the uses that count.
+    pub(super) fn owners(&self, groups: &Groups, counts: impl Fn(&Usage) -> bool) -> Owners<'_> {
+        let mut used: HashMap<ObjectId, Owner> = HashMap::new();
+        let _ = self.usage.for_each(|usage| {
+            if counts(&usage) {
+                let owner = used.entry(usage.object).or_insert(Owner::NONE);
+                let is_user = self.cgroups.is_user(usage.cgroup);
+                owner.add(usage.time, groups.of_cgroup(usage.cgroup), is_user, groups);
+            }
+            ControlFlow::<()>::Continue(())
+        });
+        for (object, time) in self.opened.unknown_uses(self.now()) {
+            if self.index.counts_use(object, time) {
+                let owner = used.entry(object).or_insert(Owner::NONE);
+                owner.last_use = owner.last_use.max(time);
+                owner.is_doubted = true;
+            }
+        }
+        Owners { index: &self.index, used, missed: self.opened.missed(self.now()) }
+    }
+}
