@@ -2,15 +2,14 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
-use std::ops::ControlFlow;
 
 use cofolio_image::pack::ImageContents;
 use cofolio_store::{Contents as _, Digest};
 use serde::{Deserialize, Serialize};
 
-use super::live::TICKS_PER_SECOND;
-use super::usage::{ObjectId, Usage};
-use super::{Ledger, LedgerError, Result};
+use super::state::{State, TICKS_PER_SECOND};
+use super::usage::ObjectId;
+use super::{LedgerError, Result};
 use crate::cache::leave_cache;
 
 /// A file of an image.
@@ -83,8 +82,8 @@ pub struct SharingImage {
 /// What a file is sorted by: the largest figure first, then its path.
 type Entry = (Reverse<u64>, Box<[u8]>, ObjectId);
 
-/// Bytes of the paths of a list of files, as JSON has them: an image can have any number of paths, of
-/// 4 KiB each.
+/// Bytes of the paths of a list of files, as JSON has them: an image can have any number of paths,
+/// of 4 KiB each.
 const PATHS_MAX: usize = 16 << 20;
 
 /// The first entries of those that are added.
@@ -126,13 +125,9 @@ fn json_bytes(path: &[u8]) -> usize {
         .sum()
 }
 
-impl Ledger {
-    /// The first files of an image that have an object, at most `max` of them. `None` if there is
-    /// no such image.
-    ///
-    /// # Errors
-    /// [`LedgerError::Store`] if the image cannot be read, or the trust domain cannot be listed.
-    pub fn files(
+impl State {
+    /// See [`Ledger::files`](super::Ledger::files).
+    pub(super) fn files(
         &self,
         domain: &str,
         image: &Digest,
@@ -190,14 +185,14 @@ impl Ledger {
         users
     }
 
-    /// Size of an object, and what of it is resident. `None` if no image names it.
-    pub fn sizes(&self, domain: &str, object: &Digest) -> Option<(u64, u64)> {
+    /// See [`Ledger::sizes`](super::Ledger::sizes).
+    pub(super) fn sizes(&self, domain: &str, object: &Digest) -> Option<(u64, u64)> {
         let id = self.index.find(self.index.domain_number(domain)?, object)?;
         self.index.object(id).map(|object| (object.size, object.resident_bytes()))
     }
 
-    /// Who uses an object, by cgroup and image. `None` if no image names it.
-    pub fn users(&self, domain: &str, object: &Digest) -> Option<Vec<ObjectUser>> {
+    /// See [`Ledger::users`](super::Ledger::users).
+    pub(super) fn users(&self, domain: &str, object: &Digest) -> Option<Vec<ObjectUser>> {
         let id = self.index.find(self.index.domain_number(domain)?, object)?;
         let now = self.now();
         let mut users: BTreeMap<(String, Digest), u32> = BTreeMap::new();
@@ -221,9 +216,8 @@ impl Ledger {
         Some(users.into_iter().map(user).collect())
     }
 
-    /// What the images of a trust domain have in common, at most `max` of them. `None` if there is no
-    /// such domain.
-    pub fn sharing(&self, domain: &str, max: usize) -> Option<ResidentSharing> {
+    /// See [`Ledger::sharing`](super::Ledger::sharing).
+    pub(super) fn sharing(&self, domain: &str, max: usize) -> Option<ResidentSharing> {
         let domain = &self.index.domains()[self.index.domain_number(domain)? as usize];
         let resident = |id: &ObjectId| self.index.object(*id).map_or(0, |it| it.resident_bytes());
         let mut images: Vec<_> = domain
@@ -250,31 +244,6 @@ impl Ledger {
             names: domain.names(image).to_vec(),
         });
         Some(ResidentSharing { images: images.collect(), bytes })
-    }
-
-    /// Uses of pages that are resident now, by cgroups that exist.
-    pub(super) fn for_each_use(&self, mut each: impl FnMut(Usage)) {
-        self.for_each_past_use(|usage| {
-            if self.cgroups.is_user(usage.cgroup) {
-                each(usage);
-            }
-        });
-    }
-
-    /// Uses of pages that are resident now, also by cgroups that were removed.
-    pub(super) fn for_each_past_use(&self, mut each: impl FnMut(Usage)) {
-        let _ = self.usage.for_each(|usage| {
-            if self.is_of_resident(&usage) {
-                each(usage);
-            }
-            ControlFlow::<()>::Continue(())
-        });
-    }
-
-    /// Whether a use is one of the pages that are resident now.
-    pub(super) fn is_of_resident(&self, usage: &Usage) -> bool {
-        let object = self.index.object(usage.object);
-        object.is_some_and(|it| it.resident_pages > 0 && it.counts_use(usage.time))
     }
 }
 

@@ -9,26 +9,15 @@
 //! bytes for each image that names it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::fs::File;
-use std::io;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 
 use cofolio_image::pack::ImageContents;
-use cofolio_store::{
-    BoxError, Contents as _, Digest, Domain, Error, FileKind, FileName, Listing, Store, with_causes,
-};
-use cofolio_sys::cache::{self, FileMap};
+use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind, Listing, Store};
+use cofolio_sys::cache;
 use hashbrown::HashTable;
-use rustix::fs::{Mode, OFlags, openat};
-use rustix::io::Errno;
 
 use super::Budget;
-use super::charges::Charges;
-use super::unseen::Unseen;
 use super::usage::ObjectId;
 use crate::cache::leave_cache;
-use crate::mount::open_dir;
 
 /// What is known of an object.
 #[derive(Debug, Clone)]
@@ -43,8 +32,8 @@ pub(super) struct Object {
     pub(super) resident_pages: u32,
     /// Of these, the pages that are charged to the commons.
     pub(super) commons_pages: u32,
-    /// The [epoch](Charges::epoch) of that figure.
-    counted: u32,
+    /// The [epoch](super::charges::Charges::epoch) of that figure.
+    pub(super) counted: u32,
     /// When it was last seen without a resident page. Whoever used it before that uses none of the
     /// pages that are resident now.
     pub(super) absent: u32,
@@ -84,7 +73,7 @@ pub(super) struct Image {
 pub(super) struct IndexedDomain {
     pub(super) domain: Domain,
     /// A removed one keeps its number, which objects and mounts may have.
-    is_removed: bool,
+    pub(super) is_removed: bool,
     /// Whether the last refresh could not list its images or refs.
     is_unlisted: bool,
     pub(super) images: BTreeMap<Digest, Image>,
@@ -93,8 +82,8 @@ pub(super) struct IndexedDomain {
     /// Of these, the ones that could not be read, and when it was tried last. Each refresh tries
     /// them again after the new ones, as far as its budget goes.
     pub(super) unreadable: BTreeMap<Digest, u32>,
-    /// Its directories when `missing`, `names` and `deltas` were read; `None` if they are to be read
-    /// again.
+    /// Its directories when `missing`, `names` and `deltas` were read; `None` if they are to be
+    /// read again.
     listing: Option<Listing>,
     /// Names of images, sorted.
     names: HashMap<Digest, Vec<String>>,
@@ -103,7 +92,6 @@ pub(super) struct IndexedDomain {
     /// Resident bytes of all metadata images and packs, also of bases, which are not in `images`
     /// unless they have a name.
     pub(super) metadata_bytes: u64,
-    counting: Option<MetadataCount>,
 }
 
 /// All trust domains of a store.
@@ -117,16 +105,9 @@ pub(super) struct Index {
     /// Slots of `objects`, by domain and digest.
     by_digest: HashTable<u32>,
     free: Vec<u32>,
-    /// Numbers of objects that went since the last [`Index::take_forgotten`]. New ones may have them.
+    /// Numbers of objects that went since the last [`Index::take_forgotten`]. New ones may have
+    /// them.
     forgotten: HashSet<ObjectId>,
-    /// The object and then the domain at which the next [`Index::sample`] goes on.
-    next: usize,
-    next_domain: usize,
-    /// Objects that could not be looked at in the last round, and trust domains whose metadata could
-    /// not be. Their figures are those of the last look.
-    unseen: Unseen,
-    /// The same of this round so far.
-    unseen_so_far: Unseen,
 }
 
 impl IndexedDomain {
@@ -142,7 +123,6 @@ impl IndexedDomain {
             names: HashMap::new(),
             deltas: HashMap::new(),
             metadata_bytes: 0,
-            counting: None,
         }
     }
 
@@ -162,64 +142,6 @@ impl IndexedDomain {
         })?;
         Ok(objects)
     }
-
-    /// Counts the resident pages of the files that images are mounted from, beginning where the last
-    /// call ended, until all were counted or the budget is spent. Says whether all were. What was
-    /// known stays if one of them cannot be looked at.
-    fn count_metadata(&mut self, budget: &Budget) -> Result<bool, BoxError> {
-        let counting = self.counting.take();
-        if self.is_removed {
-            self.metadata_bytes = 0;
-            return Ok(true);
-        }
-        let mut counting = match counting {
-            Some(counting) => counting,
-            None => MetadataCount::begin(&self.domain)?,
-        };
-        while let Some(name) = counting.left.pop() {
-            if let Some(image) = name.image() {
-                *counting.bytes.entry(image).or_default() += resident_bytes(&self.domain, &name)?;
-            }
-            if budget.is_spent() && !counting.left.is_empty() {
-                self.counting = Some(counting);
-                return Ok(false);
-            }
-        }
-        let bytes = |image: &Digest| counting.bytes.get(image).copied().unwrap_or(0);
-        for (digest, image) in &mut self.images {
-            let delta = self.deltas.get(digest).map_or(0, bytes);
-            image.metadata_bytes = bytes(digest) + delta;
-        }
-        self.metadata_bytes = counting.bytes.values().sum();
-        Ok(true)
-    }
-}
-
-/// A count of metadata that goes on.
-#[derive(Debug)]
-struct MetadataCount {
-    /// Files that are still to be counted.
-    left: Vec<FileName>,
-    /// Resident bytes of the others, by image.
-    bytes: HashMap<Digest, u64>,
-}
-
-impl MetadataCount {
-    fn begin(domain: &Domain) -> Result<Self, Error> {
-        let mut left = domain.named(FileKind::Image)?;
-        left.extend(domain.named(FileKind::Pack)?);
-        Ok(Self { left, bytes: HashMap::new() })
-    }
-}
-
-/// Resident bytes of a file of a domain; 0 if it does not exist any more.
-fn resident_bytes(domain: &Domain, name: &FileName) -> Result<u64, BoxError> {
-    let file = match domain.open_named(name) {
-        Err(Error::NoSuch(_)) => return Ok(0),
-        opened => opened?,
-    };
-    let Some(descriptor) = file.descriptor() else { return Ok(0) };
-    Ok(cache::resident_pages(descriptor, file.size()?)? * cache::page_size())
 }
 
 /// The first bytes of an object's digest. They tell the objects of an index apart: to find another
@@ -248,10 +170,6 @@ impl Index {
             by_digest: HashTable::new(),
             free: Vec::new(),
             forgotten: HashSet::new(),
-            next: 0,
-            next_domain: 0,
-            unseen: Unseen::default(),
-            unseen_so_far: Unseen::default(),
         }
     }
 
@@ -308,6 +226,33 @@ impl Index {
     /// An object that is in use by an image.
     pub(super) fn object(&self, id: ObjectId) -> Option<&Object> {
         self.objects.get(id.0 as usize).filter(|object| object.images > 0)
+    }
+
+    /// Notes how many pages of an object are charged to the commons, as counted in an epoch.
+    pub(super) fn set_commons(&mut self, id: ObjectId, pages: u64, epoch: u32) {
+        if let Some(object) = self.objects.get_mut(id.0 as usize) {
+            object.commons_pages = u32::try_from(pages).unwrap_or(u32::MAX);
+            object.counted = epoch;
+        }
+    }
+
+    /// Notes how much of the metadata images and packs of a trust domain is resident, by image.
+    pub(super) fn set_metadata_bytes(&mut self, number: usize, of_images: &HashMap<Digest, u64>) {
+        let IndexedDomain { images, deltas, metadata_bytes, .. } = &mut self.domains[number];
+        let bytes = |image: &Digest| of_images.get(image).copied().unwrap_or(0);
+        for (digest, image) in images {
+            image.metadata_bytes = bytes(digest) + deltas.get(digest).map_or(0, bytes);
+        }
+        *metadata_bytes = of_images.values().sum();
+    }
+
+    /// Objects have numbers below this one.
+    pub(super) fn numbers_end(&self) -> usize {
+        self.objects.len()
+    }
+
+    pub(super) fn resident_bytes(&self, id: ObjectId) -> u64 {
+        self.object(id).map_or(0, Object::resident_bytes)
     }
 
     /// Whether a use of an object may be one of the pages that are resident now.
@@ -511,144 +456,9 @@ impl Index {
         }
     }
 
-    /// Numbers of objects that went in refreshes since the last call. Whoever keeps numbers has to drop
-    /// these without looking them up: other objects may have them by now.
+    /// Numbers of objects that went in refreshes since the last call. Whoever keeps numbers has to
+    /// drop these without looking them up: other objects may have them by now.
     pub(super) fn take_forgotten(&mut self) -> HashSet<ObjectId> {
         std::mem::take(&mut self.forgotten)
-    }
-
-    /// Objects that could not be looked at in the last round, and trust domains whose metadata
-    /// could not be.
-    pub(super) fn unseen(&self) -> &Unseen {
-        &self.unseen
-    }
-
-    /// The next [`Index::sample`] begins a round, whatever is left of this one.
-    pub(super) fn start_over(&mut self) {
-        (self.next, self.next_domain, self.unseen_so_far) = (0, 0, Unseen::default());
-        self.domains.iter_mut().for_each(|it| it.counting = None);
-    }
-
-    /// Whether the next [`Index::sample`] begins a round.
-    pub(super) fn is_at_start(&self) -> bool {
-        (self.next, self.next_domain) == (0, 0)
-    }
-
-    /// Looks how much of each object and of metadata is resident, beginning where the last call
-    /// ended, until all was looked at once or the budget is spent: at one file at least. Says
-    /// whether it came to the end of a round. `page_files` are the files that hold the pages of
-    /// objects in place of the store's.
-    pub(super) fn sample(
-        &mut self,
-        now: u32,
-        charges: &Charges,
-        page_files: &HashMap<ObjectId, PathBuf>,
-        budget: &Budget,
-    ) -> bool {
-        // One at a time: there can be more trust domains than descriptors.
-        let mut directory = None;
-        let first = self.next;
-        while self.next < self.objects.len() {
-            if self.next > first && budget.is_spent() {
-                return false;
-            }
-            let id = ObjectId(u32::try_from(self.next).unwrap_or(u32::MAX));
-            self.next += 1;
-            let Some(number) = self.object(id).map(|it| it.domain) else { continue };
-            if directory.as_ref().is_none_or(|(of, _)| *of != number) {
-                directory = Some((number, self.open_objects(number)));
-            }
-            if let Some((_, directory)) = &directory {
-                self.look_at(id, directory, page_files.get(&id), charges, now);
-            }
-        }
-        if !self.count_metadata(budget) {
-            return false;
-        }
-        (self.next, self.next_domain) = (0, 0);
-        self.unseen = std::mem::take(&mut self.unseen_so_far);
-        true
-    }
-
-    /// The directory of a trust domain's objects.
-    fn open_objects(&self, domain: u16) -> rustix::io::Result<OwnedFd> {
-        let path = self.domains.get(domain as usize).and_then(|it| it.domain.objects_dir());
-        // A simulated disk has none.
-        path.map_or(Err(Errno::NOTSUP), |path| open_dir(&path))
-    }
-
-    /// Looks how much of an object is resident. `directory` is that of its domain's objects,
-    /// `page_file` the file that holds its pages in place of the store's.
-    fn look_at(
-        &mut self,
-        id: ObjectId,
-        directory: &rustix::io::Result<OwnedFd>,
-        page_file: Option<&PathBuf>,
-        charges: &Charges,
-        now: u32,
-    ) {
-        let object = &self.objects[id.0 as usize];
-        let file = match (page_file, directory) {
-            (Some(path), _) => File::open(path),
-            (None, Err(error)) => Err((*error).into()),
-            (None, Ok(directory)) => {
-                // Relative to the directory: that takes half the time.
-                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let opened = openat(directory, object.digest.object_path(), flags, Mode::empty());
-                opened.map(File::from).map_err(Into::into)
-            }
-        };
-        let size = object.size;
-        let looked = file.and_then(|file| {
-            let pages = match page_file {
-                Some(_) => FileMap::new(&file, size)?.resident_pages()?,
-                None => cache::resident_pages(&file, size)?,
-            };
-            Ok((Some(file), pages))
-        });
-        let (file, pages) = match looked {
-            Ok(found) => found,
-            Err(error) => {
-                let domain = &self.domains[object.domain as usize].domain;
-                self.unseen_so_far.add(|| match (directory, domain.objects_dir()) {
-                    (Err(_), Some(path)) => format!("{}: {error}", path.display()),
-                    _ => format!("object {}: {error}", object.digest),
-                });
-                // A missing object has no pages. A missing directory says nothing of what was in
-                // it, and of a mount that went another one may show the same pages.
-                let is_missing = error.kind() == io::ErrorKind::NotFound;
-                if !is_missing || directory.is_err() || page_file.is_some() {
-                    return;
-                }
-                (None, 0)
-            }
-        };
-        let is_counted = pages == u64::from(object.resident_pages)
-            && charges.still_hold(object.commons_pages, object.counted);
-        self.set_resident(id, pages, now);
-        if let (false, Some(file)) = (is_counted, file)
-            && let Ok(pages) = charges.commons_pages(file, size)
-        {
-            let object = &mut self.objects[id.0 as usize];
-            object.commons_pages = u32::try_from(pages).unwrap_or(u32::MAX);
-            object.counted = charges.epoch;
-        }
-    }
-
-    /// Counts metadata from where the last call ended. Says whether that is complete.
-    fn count_metadata(&mut self, budget: &Budget) -> bool {
-        while let Some(known) = self.domains.get_mut(self.next_domain) {
-            match known.count_metadata(budget) {
-                Ok(false) => return false,
-                Ok(true) => {}
-                Err(error) => {
-                    let name = known.domain.name();
-                    let why = || format!("images of trust domain {name}: {}", with_causes(&*error));
-                    self.unseen_so_far.add(why);
-                }
-            }
-            self.next_domain += 1;
-        }
-        true
     }
 }

@@ -1,20 +1,19 @@
-//! Who alone uses an object: one walk over the usage lists says it of all objects.
+//! Who alone uses an object: one walk over the usage lists finds it for all objects.
 //!
 //! | question | groups | answer |
 //! |---|---|---|
-//! | what does a container alone use? | its cgroups | objects of one group |
-//! | what does one container use at most? | each cgroup | objects of one group, or unused |
+//! | what does a container alone use? | its cgroups | objects that are not shared |
+//! | what does at most one container use? | each cgroup | objects that are not shared |
 //! | what do cgroups under pressure alone use? | each with those below it | the lowest group |
-//! | what has nobody left? | none | objects that are not used |
+//! | which objects have lost all users? | none | objects that are not used |
 //!
-//! A removed cgroup uses nothing: what it left behind only tells when an object was last used, and
-//! of an unused one the group.
+//! A removed cgroup uses nothing. Its uses only tell when an object was used last, and the group of
+//! an object that nobody uses any more.
 
 use std::collections::HashMap;
-use std::ops::ControlFlow;
 
-use super::Ledger;
 use super::index::Index;
+use super::state::State;
 use super::usage::{CgroupId, ObjectId, Usage};
 
 /// In place of a group, for cgroups that are in none.
@@ -62,9 +61,9 @@ impl Groups {
 pub(super) struct Owner {
     /// When it was last used, also by removed cgroups and by somebody unknown.
     pub(super) last_use: u32,
-    /// The lowest group that all its users are in; if it has none, one that left it behind.
+    /// The lowest group that all its users are in; without users, one that left it behind.
     group: u32,
-    /// Whether a cgroup uses it that exists.
+    /// Whether a cgroup that exists uses it.
     pub(super) is_used: bool,
     /// Whether somebody else may use it: somebody unknown opened it, or opened files were missed
     /// when it was resident.
@@ -117,25 +116,24 @@ impl Owners<'_> {
     }
 }
 
-impl Ledger {
+impl State {
     /// Finds the owners of objects, from the uses that count.
     pub(super) fn owners(&self, groups: &Groups, counts: impl Fn(&Usage) -> bool) -> Owners<'_> {
         let mut used: HashMap<ObjectId, Owner> = HashMap::new();
-        let _ = self.usage.for_each(|usage| {
+        self.uses.for_each(|usage| {
             if counts(&usage) {
                 let owner = used.entry(usage.object).or_insert(Owner::NONE);
                 let is_user = self.cgroups.is_user(usage.cgroup);
                 owner.add(usage.time, groups.of_cgroup(usage.cgroup), is_user, groups);
             }
-            ControlFlow::<()>::Continue(())
         });
-        for (object, time) in self.opened.unknown_uses(self.now()) {
+        for (object, time) in self.unknown.uses(self.now()) {
             if self.index.counts_use(object, time) {
                 let owner = used.entry(object).or_insert(Owner::NONE);
                 owner.last_use = owner.last_use.max(time);
                 owner.is_doubted = true;
             }
         }
-        Owners { index: &self.index, used, missed: self.opened.missed(self.now()) }
+        Owners { index: &self.index, used, missed: self.unknown.missed(self.now()) }
     }
 }

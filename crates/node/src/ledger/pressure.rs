@@ -8,27 +8,28 @@
 //! | `/proc/pressure/memory`: `some avg10` | the machine | what at most one container uses |
 //!
 //! In each case the least recently used goes first, up to a number of bytes for each cgroup and
-//! round, and never what a process maps: the kernel itself decides about the working set. Objects that
-//! are mapped are tried all the same, because only the kernel knows them. After [`IN_VAIN_MAX`] of them
-//! in a row the rest is taken for mapped as well: they are used anew with each look at processes, and so
-//! come last.
+//! round, and never what a process maps: the kernel itself decides about the working set. Objects
+//! that are mapped are tried all the same, because only the kernel knows them. After
+//! [`IN_VAIN_MAX`] of them in a row the rest is taken for mapped as well: they are used anew with
+//! each look at processes, and so come last.
 //!
 //! Objects that somebody unknown may use stay: those that an unknown process has opened within the
 //! last hour, and if opened files were missed in that time, all that were resident then.
 //!
-//! The kernel's PSI of a cgroup counts tasks of the cgroups below it, so a stall is that of the lowest
-//! ones that show it. The other figures are of one cgroup alone: its own limit was met. What went from
-//! cgroups below it in the same round counts towards its bytes.
+//! The kernel's PSI of a cgroup counts tasks of the cgroups below it, so a stall is that of the
+//! lowest ones that show it. The other figures are of one cgroup alone: its own limit was met. What
+//! went from cgroups below it in the same round counts towards its bytes.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::ops::ControlFlow;
 use std::path::Path;
 
+use super::Budget;
 use super::owners::Groups;
-use super::reclaim::Scope;
+use super::reclaim::{Reclaim, Scope, candidates};
 use super::shares::from_the_top;
-use super::usage::{ObjectId, SuperblockId, Usage};
-use super::{Budget, Ledger};
+use super::state::State;
+use super::unused::Unused;
+use super::usage::ObjectId;
 use crate::cgroup::{Version, field, is_at_or_below};
 
 /// When to reclaim without being asked.
@@ -38,8 +39,8 @@ pub struct ReclaimPolicy {
     pub bytes: u64,
     /// From how many percent of the time on, in which tasks wait for memory, there is pressure.
     pub percent: f64,
-    /// Whether to drop what removed cgroups used, and what was used through removed mounts, once nobody
-    /// uses it any more.
+    /// Whether to drop what removed cgroups used, and what was used through removed mounts, once
+    /// nobody uses it any more.
     pub left_behind: bool,
 }
 
@@ -58,10 +59,6 @@ pub(super) struct Pressure {
     pressed: Vec<Pressed>,
     /// What the last stage has to drop.
     work: Work,
-    /// Objects that the last search found and nobody has used since. Only these may be dropped.
-    unused: HashSet<ObjectId>,
-    /// Objects of users that have gone. Others may use them.
-    left_behind: HashSet<ObjectId>,
     /// What was freed so far.
     freed_bytes: u64,
 }
@@ -88,8 +85,8 @@ struct Pressed {
     is_stalled: bool,
     /// The lowest cgroup above it that is under pressure, too.
     above: Option<u32>,
-    /// Objects that it alone uses with those below it, but for those that one of these alone uses that
-    /// is under pressure itself. The next one to drop last.
+    /// Objects that it alone uses with those below it, but for those that one of these alone uses
+    /// that is under pressure itself. The next one to drop last.
     objects: Vec<ObjectId>,
     /// What was freed of it and of those below it.
     freed_bytes: u64,
@@ -98,23 +95,6 @@ struct Pressed {
 impl Pressure {
     fn is_complete(&self) -> bool {
         self.round.is_empty() && self.work.objects.is_empty()
-    }
-
-    /// Drops objects that do not exist any more.
-    pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
-        self.left_behind.retain(|id| !objects.contains(id));
-        self.unused.retain(|id| !objects.contains(id));
-    }
-
-    /// Somebody uses an object. Even if that is the cgroup under pressure, and no other one uses it, it
-    /// is not the least recently used one any more.
-    pub(super) fn note_use(&mut self, object: ObjectId) {
-        self.unused.remove(&object);
-    }
-
-    /// Somebody may use any object.
-    pub(super) fn note_missed_opens(&mut self) {
-        self.unused.clear();
     }
 
     /// Adds a cgroup if it is under pressure. Those below it have been looked at in this round.
@@ -141,11 +121,8 @@ impl Pressure {
     }
 
     /// The next object to drop.
-    fn next(&mut self) -> Option<ObjectId> {
-        let Self { work, unused, left_behind, .. } = self;
-        let next = std::iter::from_fn(|| work.objects.pop()).find(|id| unused.remove(id))?;
-        left_behind.remove(&next);
-        Some(next)
+    fn next(&mut self, unused: &mut Unused) -> Option<ObjectId> {
+        std::iter::from_fn(|| self.work.objects.pop()).find(|id| unused.take(*id))
     }
 
     /// Takes note of what the last object gave.
@@ -184,85 +161,82 @@ impl Work {
     }
 }
 
-impl Ledger {
-    /// Sets what [`Ledger::relieve`] does.
-    pub fn set_policy(&mut self, policy: ReclaimPolicy) {
-        let pressure = &mut self.pressure;
-        if pressure.policy != policy {
-            *pressure =
-                Pressure { policy, freed_bytes: pressure.freed_bytes, ..Pressure::default() };
+impl Pressure {
+    /// See [`Ledger::set_policy`](super::Ledger::set_policy).
+    pub(super) fn set_policy(&mut self, policy: ReclaimPolicy, state: &mut State) {
+        if self.policy != policy {
+            *self = Self { policy, freed_bytes: self.freed_bytes, ..Self::default() };
+            state.unused = Unused::new(policy.left_behind);
         }
     }
 
-    /// Bytes that the policy has freed so far.
-    pub fn policy_freed_bytes(&self) -> u64 {
-        self.pressure.freed_bytes
+    /// Bytes that were freed so far.
+    pub(super) fn freed_bytes(&self) -> u64 {
+        self.freed_bytes
     }
 
-    /// Does what the policy says, and goes on with the next call where the budget is spent: after an
-    /// object that was dropped, a look at a cgroup, or a search. Says whether a round over all
-    /// cgroups is complete.
-    pub fn relieve(&mut self, budget: &Budget) -> bool {
-        if self.pressure.is_complete() {
-            self.begin_round();
+    /// See [`Ledger::relieve`](super::Ledger::relieve).
+    pub(super) fn relieve(&mut self, reclaim: &mut Reclaim<'_>, budget: &Budget) -> bool {
+        if self.is_complete() {
+            self.begin_round(reclaim.state);
         }
-        while !self.pressure.is_complete() {
-            if let Some(object) = self.pressure.next() {
-                let freed = self.drop_unmapped(object);
-                self.pressure.freed(freed);
-            } else if let Some(stage) = self.pressure.round.pop() {
-                self.run_stage(stage);
+        while !self.is_complete() {
+            if let Some(object) = self.next(&mut reclaim.state.unused) {
+                let freed = reclaim.drop_unmapped(object);
+                self.freed(freed);
+            } else if let Some(stage) = self.round.pop() {
+                self.run_stage(stage, reclaim.state);
             }
             if budget.is_spent() {
                 break;
             }
         }
-        self.pressure.is_complete()
+        self.is_complete()
     }
 
-    fn begin_round(&mut self) {
-        self.pressure.pressed.clear();
-        self.pressure.unused = HashSet::new();
-        if self.pressure.policy.bytes > 0 {
+    fn begin_round(&mut self, state: &mut State) {
+        self.pressed.clear();
+        state.unused.set(HashSet::new());
+        if self.policy.bytes > 0 {
             // A limit may be that of a cgroup above the one with the processes. Of a deep chain
             // only its topmost cgroups and that one are looked at.
-            let users = self.cgroups.paths().filter(|path| *path != "/");
+            let users = state.cgroups.paths().filter(|path| *path != "/");
             let paths = users.flat_map(|path| from_the_top(path).chain([path]));
             let paths: BTreeSet<Box<str>> = paths.map(Into::into).collect();
-            self.pressure.events.retain(|path, _| paths.contains(path));
-            self.pressure.round.push(Stage::Search);
+            self.events.retain(|path, _| paths.contains(path));
+            self.round.push(Stage::Search);
             // In order, so each one comes before those below it.
-            self.pressure.round.extend(paths.into_iter().map(Stage::Look));
-            self.pressure.round.push(Stage::Machine);
+            self.round.extend(paths.into_iter().map(Stage::Look));
+            self.round.push(Stage::Machine);
         }
-        if !self.pressure.left_behind.is_empty() {
-            self.pressure.round.push(Stage::LeftBehind);
+        if !state.unused.left_behind().is_empty() {
+            self.round.push(Stage::LeftBehind);
         }
     }
 
-    fn run_stage(&mut self, stage: Stage) {
-        let ReclaimPolicy { bytes, percent, .. } = self.pressure.policy;
+    fn run_stage(&mut self, stage: Stage, state: &mut State) {
+        let ReclaimPolicy { bytes, percent, .. } = self.policy;
         match stage {
-            Stage::LeftBehind => self.search_left_behind(),
+            Stage::LeftBehind => self.search_left_behind(state),
             Stage::Machine => {
-                if is_stalled(&self.root.join("proc/pressure/memory"), percent) {
-                    let mut objects = self.candidates(&Scope::Machine).objects;
+                if is_stalled(&state.root.join("proc/pressure/memory"), percent) {
+                    let mut objects = candidates(state, &Scope::Machine).objects;
                     objects.reverse();
-                    self.pressure.unused = objects.iter().copied().collect();
+                    state.unused.set(objects.iter().copied().collect());
                     let (cgroup, in_vain_max) = (None, IN_VAIN_MAX);
-                    self.pressure.work = Work { objects, bytes, cgroup, in_vain: 0, in_vain_max };
+                    self.work = Work { objects, bytes, cgroup, in_vain: 0, in_vain_max };
                 }
             }
-            Stage::Look(path) => self.look_at_cgroup(&path, percent),
-            Stage::Search => self.search_pressed(),
-            Stage::Drop(cgroup) => self.pressure.begin_drop(cgroup),
+            Stage::Look(path) => self.look_at_cgroup(&path, percent, state),
+            Stage::Search => self.search_pressed(state),
+            Stage::Drop(cgroup) => self.begin_drop(cgroup),
         }
     }
 
     /// A cgroup is under pressure if it has been at a limit since the last look, or its tasks wait
     /// for memory.
-    fn look_at_cgroup(&mut self, path: &str, percent: f64) {
-        let Ok(hierarchy) = &self.hierarchy else { return };
+    fn look_at_cgroup(&mut self, path: &str, percent: f64, state: &State) {
+        let Ok(hierarchy) = &state.hierarchy else { return };
         let directory = hierarchy.directory(path);
         let read = |name: &str| std::fs::read_to_string(directory.join(name)).ok();
         let events = match hierarchy.version() {
@@ -271,85 +245,60 @@ impl Ledger {
                 .and_then(|text| Some(field(&text, "high")? + field(&text, "max")?)),
         };
         let Some(events) = events else { return };
-        let known = self.pressure.events.insert(path.into(), events);
+        let known = self.events.insert(path.into(), events);
         let is_at_limit = known.is_some_and(|known| known < events);
         let is_stalled = is_stalled(&directory.join("memory.pressure"), percent);
-        self.pressure.add(path, is_at_limit, is_stalled);
+        self.add(path, is_at_limit, is_stalled);
     }
 
     /// Finds what each cgroup under pressure alone uses, with those below it: the least recently
     /// used objects first.
-    fn search_pressed(&mut self) {
-        if self.pressure.pressed.is_empty() {
+    fn search_pressed(&mut self, state: &mut State) {
+        if self.pressed.is_empty() {
             return;
         }
-        let pressed = self.pressure.pressed.iter().map(|it| &*it.path).zip(0..);
+        let pressed = self.pressed.iter().map(|it| &*it.path).zip(0..);
         let numbers: HashMap<&str, u32> = pressed.collect();
         let lowest = |path: &str, is_it: &dyn Fn(&str) -> bool| {
             let above = from_the_top(path).chain([path]).filter(|it| is_it(it));
             above.filter_map(|it| numbers.get(it).copied()).last()
         };
         let above = |it: &Pressed| lowest(&it.path, &|path| path != &*it.path);
-        let above: Vec<Option<u32>> = self.pressure.pressed.iter().map(above).collect();
-        let cgroups = self.cgroups.numbered();
+        let above: Vec<Option<u32>> = self.pressed.iter().map(above).collect();
+        let cgroups = state.cgroups.numbered();
         let cgroups = cgroups.filter_map(|(id, path)| Some((id, lowest(path, &|_| true)?)));
         let groups = Groups::new(cgroups, above.iter().copied());
 
-        let owners = self.owners(&groups, |usage| self.is_of_resident(usage));
+        let owners = state.owners(&groups, |usage| state.is_of_resident(usage));
         let found = owners.iter().filter(|(_, owner)| !owner.is_doubted);
         let found = found.filter_map(|(id, owner)| Some((owner.last_use, id, owner.group()?)));
         let mut objects: Vec<_> = found.collect();
         objects.sort_unstable();
-        let pressure = &mut self.pressure;
-        pressure.unused = objects.iter().map(|(_, object, _)| *object).collect();
+        state.unused.set(objects.iter().map(|(_, object, _)| *object).collect());
         for (_, object, number) in objects.into_iter().rev() {
-            pressure.pressed[number as usize].objects.push(object);
+            self.pressed[number as usize].objects.push(object);
         }
-        pressure.pressed.iter_mut().zip(above).for_each(|(it, above)| it.above = above);
-        pressure.round.extend((0..pressure.pressed.len()).rev().map(Stage::Drop));
-    }
-
-    /// Notes the objects of users that have gone: of cgroups that were removed, and of these mounts. To be
-    /// called before their usage lists go.
-    pub(super) fn note_left_behind(&mut self, mounts: &[SuperblockId]) {
-        if !self.pressure.policy.left_behind {
-            return;
-        }
-        let mut noted = Vec::new();
-        // Nobody may have looked yet how much is resident of what a container used that soon ended.
-        let mut note = |usage: Usage| {
-            if self.index.object(usage.object).is_some_and(|it| it.counts_use(usage.time)) {
-                noted.push(usage.object);
-            }
-            ControlFlow::<()>::Continue(())
-        };
-        for cgroup in self.cgroups.ended() {
-            let _ = self.usage.for_each_of_cgroup(*cgroup, &mut note);
-        }
-        for mount in mounts {
-            let _ = self.usage.for_each_of_mount(*mount, &mut note);
-        }
-        self.pressure.left_behind.extend(noted);
+        self.pressed.iter_mut().zip(above).for_each(|(it, above)| it.above = above);
+        self.round.extend((0..self.pressed.len()).rev().map(Stage::Drop));
     }
 
     /// Finds the noted objects that have no user left. They are noted until they are tried, once.
     /// Those that somebody unknown may use stay noted.
-    fn search_left_behind(&mut self) {
-        let noted = std::mem::take(&mut self.pressure.left_behind);
+    fn search_left_behind(&mut self, state: &mut State) {
+        let noted = std::mem::take(state.unused.left_behind());
         // As they were noted: nobody may have looked yet how much of them is resident.
-        let owners = self.owners(&Groups::default(), |usage| {
-            noted.contains(&usage.object) && self.index.counts_use(usage.object, usage.time)
+        let owners = state.owners(&Groups::default(), |usage| {
+            noted.contains(&usage.object) && state.index.counts_use(usage.object, usage.time)
         });
         let is_left = |id: &ObjectId| !owners.of(*id).is_used;
         let objects: HashSet<ObjectId> = noted.iter().copied().filter(is_left).collect();
         let is_known = |id: &ObjectId| !owners.of(*id).is_doubted;
         let unused: HashSet<ObjectId> = objects.iter().copied().filter(is_known).collect();
-        self.pressure.left_behind = objects;
+        *state.unused.left_behind() = objects;
         let objects = unused.iter().copied().collect();
-        self.pressure.unused = unused;
+        state.unused.set(unused);
         let bytes = u64::MAX;
-        self.pressure.work =
-            Work { objects, bytes, cgroup: None, in_vain: 0, in_vain_max: u32::MAX };
+        self.work = Work { objects, bytes, cgroup: None, in_vain: 0, in_vain_max: u32::MAX };
     }
 }
 
@@ -373,8 +322,10 @@ mod tests {
     use cofolio_store::task::Task;
     use cofolio_store::{InitOptions, Store};
 
+    use super::super::Ledger;
     use super::super::cgroup_ids;
-    use super::super::usage::CgroupId;
+    use super::super::unknown_opens::UnknownOpens;
+    use super::super::usage::{CgroupId, SuperblockId};
     use super::*;
     use crate::cgroup::Hierarchy;
     use crate::mount::RunDir;
@@ -389,8 +340,8 @@ mod tests {
         }
     }
 
-    /// A container that waited for memory made each cgroup above it look the same: what it shared with
-    /// its neighbours went, and the bytes of a round went once for each of them.
+    /// A container that waited for memory made each cgroup above it look the same: what it shared
+    /// with its neighbours went, and the bytes of a round went once for each of them.
     #[test]
     fn a_stall_is_that_of_the_lowest_cgroups() {
         let mut it = Pressure::default();
@@ -440,14 +391,14 @@ mod tests {
             let store =
                 Store::init(&root.path().join("store"), &InitOptions { immutable: false }).unwrap();
             let mut ledger = Ledger::new(store.clone(), RunDir::at(root.path().join("run")));
-            ledger.root = root.path().to_owned();
+            ledger.state.root = root.path().to_owned();
             let hierarchy = Hierarchy::at(version, &root.path().join("cgroup"));
             for path in ["/pod/a", "/pod/b"] {
                 std::fs::create_dir_all(hierarchy.directory(path)).unwrap();
                 let inode = cgroup_ids::inode(&hierarchy, path).unwrap();
-                ledger.cgroups.number(path, inode).unwrap();
+                ledger.state.cgroups.number(path, inode).unwrap();
             }
-            ledger.hierarchy = Ok(hierarchy);
+            ledger.state.hierarchy = Ok(hierarchy);
             ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 10.0, left_behind: false });
             let planted = Self { root, store, ledger };
             planted.write("proc/pressure/memory", &psi("0.00", "0.00"));
@@ -474,11 +425,11 @@ mod tests {
 
         /// Whose memory a round takes: paths of cgroups, `/` for the machine.
         fn pressed(&mut self) -> Vec<String> {
-            self.ledger.begin_round();
+            self.ledger.pressure.begin_round(&mut self.ledger.state);
             let mut found = Vec::new();
             while let Some(stage) = self.ledger.pressure.round.pop() {
                 self.ledger.pressure.work = Work::default();
-                self.ledger.run_stage(stage);
+                self.ledger.pressure.run_stage(stage, &mut self.ledger.state);
                 let Work { bytes, cgroup, .. } = self.ledger.pressure.work;
                 if bytes > 0 {
                     let path = cgroup.map(|number| &*self.ledger.pressure.pressed[number].path);
@@ -508,27 +459,32 @@ mod tests {
             import(&domain, &source, &ImportOptions::default(), &Task::default()).unwrap();
             self.ledger.refresh(&Budget::UNLIMITED).unwrap();
             for id in (0..count).map(ObjectId) {
-                self.ledger.index.set_resident(id, RESIDENT, 1);
+                self.ledger.state.index.set_resident(id, RESIDENT, 1);
             }
         }
 
         /// Makes a cgroup that has used these objects, each at a time.
         fn used(&mut self, path: &str, objects: &[(u32, u32)]) -> CgroupId {
-            let hierarchy = self.ledger.hierarchy.as_ref().unwrap();
+            let hierarchy = self.ledger.state.hierarchy.as_ref().unwrap();
             std::fs::create_dir_all(hierarchy.directory(path)).unwrap();
-            let cgroup = self.ledger.number_cgroup(path).unwrap().unwrap();
+            let cgroup = self.ledger.state.number_cgroup(path).unwrap().unwrap();
             for (object, time) in objects {
-                self.ledger.usage.touch(SuperblockId(0), cgroup, ObjectId(*object), *time);
+                self.ledger.state.uses.lists().touch(
+                    SuperblockId(0),
+                    cgroup,
+                    ObjectId(*object),
+                    *time,
+                );
             }
             cgroup
         }
 
         /// Goes on with a round until it has found what can be dropped.
         fn search(&mut self) {
-            self.ledger.begin_round();
+            self.ledger.pressure.begin_round(&mut self.ledger.state);
             while let Some(stage) = self.ledger.pressure.round.pop() {
                 let is_search = matches!(stage, Stage::Search);
-                self.ledger.run_stage(stage);
+                self.ledger.pressure.run_stage(stage, &mut self.ledger.state);
                 if is_search {
                     break;
                 }
@@ -537,7 +493,7 @@ mod tests {
 
         /// Objects that were tried.
         fn tried(&self) -> Vec<u32> {
-            let objects = self.ledger.index.numbered();
+            let objects = self.ledger.state.index.numbered();
             let tried = objects.filter(|(_, it)| u64::from(it.resident_pages) != RESIDENT);
             tried.map(|(id, _)| id.0).collect()
         }
@@ -561,8 +517,8 @@ mod tests {
     fn only_some_cgroups_above_a_deep_one_are_looked_at() {
         let mut planted = Planted::new(Version::V2);
         let deep = "/x".repeat(2000);
-        planted.ledger.cgroups.number(&deep, Some(7)).unwrap();
-        planted.ledger.begin_round();
+        planted.ledger.state.cgroups.number(&deep, Some(7)).unwrap();
+        planted.ledger.pressure.begin_round(&mut planted.ledger.state);
         let round = &planted.ledger.pressure.round;
         let in_chain = round.iter().filter_map(|stage| match stage {
             Stage::Look(path) if path.starts_with("/x") => Some(path.len()),
@@ -658,9 +614,9 @@ mod tests {
         std::fs::remove_dir(planted.root.path().join("cgroup/pod/a/removed")).unwrap();
         planted.ledger.refresh(&Budget::UNLIMITED).unwrap();
         planted.press(&["/pod", "/pod/a"], 1);
-        let before = planted.ledger.usage.walks();
+        let before = planted.ledger.state.uses.lists().walks();
         planted.search();
-        assert_eq!(planted.ledger.usage.walks(), before + 1);
+        assert_eq!(planted.ledger.state.uses.lists().walks(), before + 1);
         let found = planted.ledger.pressure.pressed.iter().map(|it| {
             let objects = it.objects.iter().rev().map(|object| object.0);
             (&*it.path, objects.collect::<Vec<_>>())
@@ -674,7 +630,7 @@ mod tests {
         planted.ledger.pressure = Pressure::default();
         planted.ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 10.0, left_behind: false });
         planted.search();
-        assert_eq!(planted.ledger.usage.walks(), before + 1);
+        assert_eq!(planted.ledger.state.uses.lists().walks(), before + 1);
     }
 
     /// The bytes of a round went for a container, and then once more for its pod.
@@ -701,8 +657,8 @@ mod tests {
         assert_eq!(pressure.freed_bytes, 80);
     }
 
-    /// Objects that were found for a container were dropped many stages later, although another one, or
-    /// the container itself, had used them by then.
+    /// Objects that were found for a container were dropped many stages later, although another
+    /// one, or the container itself, had used them by then.
     #[test]
     fn what_is_used_after_the_search_stays() {
         let mut planted = Planted::with(1 << 30, false);
@@ -712,8 +668,8 @@ mod tests {
         planted.pressed();
         planted.press(&["/pod/a"], 1);
         planted.search();
-        assert!(planted.ledger.note_use(SuperblockId(0), b, ObjectId(1)));
-        assert!(planted.ledger.note_use(SuperblockId(0), a, ObjectId(3)));
+        assert!(planted.ledger.state.note_use(SuperblockId(0), b, ObjectId(1)));
+        assert!(planted.ledger.state.note_use(SuperblockId(0), a, ObjectId(3)));
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0, 2]);
     }
@@ -726,29 +682,29 @@ mod tests {
         planted.import(6);
         let a = planted.used("/pod/a", &[(0, 1), (1, 2), (2, 3)]);
         planted.pressed();
-        planted.ledger.pressure.left_behind = [3, 4].map(ObjectId).into();
+        *planted.ledger.state.unused.left_behind() = [3, 4].map(ObjectId).into();
         planted.press(&["/pod/a"], 1);
         planted.write("proc/pressure/memory", &psi("20.00", "0.00"));
         if let Err(reason) = planted.ledger.watch_opens() {
             let test = "nothing_goes_while_opened_files_may_have_been_missed";
             return eprintln!("SKIP {test}: {reason}");
         }
-        planted.ledger.note_missed_opens();
+        planted.ledger.state.note_missed_opens();
         let of_a = Scope::Cgroups("/pod/a".to_owned(), [a].into());
         let left_alone = |ledger: &Ledger| {
-            let found = ledger.candidates(&of_a);
+            let found = candidates(&ledger.state, &of_a);
             (found.objects.len(), found.shared.len(), found.unsure)
         };
         assert_eq!(left_alone(&planted.ledger), (0, 3, 3));
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0; 0]);
         // Objects that have come into memory since were opened by somebody known.
-        let now = planted.ledger.now();
+        let now = planted.ledger.state.now();
         for object in [1, 3].map(ObjectId) {
-            planted.ledger.index.set_resident(object, 0, now);
-            planted.ledger.index.set_resident(object, RESIDENT, now);
+            planted.ledger.state.index.set_resident(object, 0, now);
+            planted.ledger.state.index.set_resident(object, RESIDENT, now);
         }
-        planted.ledger.usage.touch(SuperblockId(0), a, ObjectId(1), now + 1);
+        planted.ledger.state.uses.lists().touch(SuperblockId(0), a, ObjectId(1), now + 1);
         assert_eq!(left_alone(&planted.ledger), (1, 2, 2));
         planted.press(&["/pod/a"], 2);
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
@@ -764,15 +720,19 @@ mod tests {
         planted.pressed();
         planted.press(&["/pod/a"], 1);
         planted.search();
-        planted.ledger.note_missed_opens();
+        planted.ledger.state.note_missed_opens();
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
-        planted.ledger.opened = super::super::opens::OpenedFiles::default();
-        planted.ledger.pressure.left_behind = [2].map(ObjectId).into();
-        planted.ledger.begin_round();
-        planted.ledger.search_left_behind();
-        planted.ledger.note_missed_opens();
+        planted.ledger.state.unknown = UnknownOpens::default();
+        *planted.ledger.state.unused.left_behind() = [2].map(ObjectId).into();
+        planted.ledger.pressure.begin_round(&mut planted.ledger.state);
+        planted.ledger.pressure.search_left_behind(&mut planted.ledger.state);
+        planted.ledger.state.note_missed_opens();
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0; 0]);
-        assert_eq!(planted.ledger.pressure.left_behind, [2].map(ObjectId).into(), "for later");
+        assert_eq!(
+            *planted.ledger.state.unused.left_behind(),
+            [2].map(ObjectId).into(),
+            "for later"
+        );
     }
 }

@@ -7,30 +7,32 @@
 //! ```
 //!
 //! fadvise leaves mapped pages alone, so they are taken from the processes that map them first. The
-//! kernel does that only for pages that a single process maps. Pages that a process wrote in a private
-//! mapping are its own, and stay. What is freed is measured and not computed: whoever reads an object
-//! meanwhile brings its pages back.
+//! kernel does that only for pages that a single process maps. Pages that a process wrote in a
+//! private mapping are its own, and stay. What is freed is measured and not computed: whoever reads
+//! an object meanwhile brings its pages back.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::iter;
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::path::{Component, Path};
 use std::time::Duration;
 
 use cofolio_store::Digest;
+use cofolio_store::task::Cancel;
 use cofolio_sys::cache::{self, FileMap};
 use cofolio_sys::pagemap;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 
+use super::events::{Events, SLICE};
 use super::index::Object;
-use super::live::SLICE;
 use super::owners::{Groups, Owners};
 use super::pagemap::page_out;
+use super::state::State;
 use super::usage::{CgroupId, ObjectId, Usage};
-use super::{Budget, Ledger, LedgerError, Result, UsedImage};
+use super::{Budget, LedgerError, Result, UsedImage};
 use crate::address_space::is_unanswered;
 use crate::processes;
 
@@ -145,24 +147,27 @@ pub(super) struct Mappings {
 /// are kept take 24 MiB, and up to twice that in memory that is reserved.
 const STEPS_OF_A_RECLAIM: u32 = 1 << 20;
 
-impl Ledger {
-    /// Drops objects of a target, as the last sample shows who uses them. If it is cancelled, says
-    /// what went until then.
-    ///
-    /// # Errors
-    /// [`LedgerError::NotFound`] for a target that does not exist; [`LedgerError::Store`] for an image
-    /// that cannot be read, and for a target in a trust domain that cannot be listed. An object that cannot be looked at counts as kept,
-    /// unless it was removed.
-    pub fn reclaim(&mut self, request: &ReclaimRequest) -> Result<Reclaimed> {
-        let scope = self.scope(&request.target)?;
-        let Candidates { mut objects, shared, unsure } = self.candidates(&scope);
+/// Drops pages, and takes events meanwhile.
+#[derive(Debug)]
+pub(super) struct Reclaim<'l> {
+    pub(super) state: &'l mut State,
+    pub(super) events: &'l mut Events,
+    pub(super) cancel: &'l Cancel,
+}
+
+impl Reclaim<'_> {
+    /// See [`Ledger::reclaim`](super::Ledger::reclaim).
+    pub(super) fn reclaim(&mut self, request: &ReclaimRequest) -> Result<Reclaimed> {
+        let scope = scope(self.state, &request.target)?;
+        let Candidates { mut objects, shared, unsure } = candidates(self.state, &scope);
         let mut reclaimed = Reclaimed { dry_run: request.dry_run, ..Reclaimed::default() };
         if request.shared {
             objects.extend(shared);
         } else {
             reclaimed.shared_objects = shared.len() as u64;
             reclaimed.unsure_objects = unsure;
-            reclaimed.shared_bytes = shared.iter().map(|id| self.resident_bytes(*id)).sum();
+            reclaimed.shared_bytes =
+                shared.iter().map(|id| self.state.index.resident_bytes(*id)).sum();
         }
         let bytes = request.bytes.unwrap_or(u64::MAX);
         if request.dry_run {
@@ -171,7 +176,7 @@ impl Ledger {
                     break;
                 }
                 reclaimed.objects += 1;
-                reclaimed.resident_bytes += self.resident_bytes(id);
+                reclaimed.resident_bytes += self.state.index.resident_bytes(id);
             }
             return Ok(reclaimed);
         }
@@ -179,106 +184,6 @@ impl Ledger {
         reclaimed.unread_processes = mappings.unread;
         self.drop_objects(&objects, bytes, &mappings, &mut reclaimed);
         Ok(reclaimed)
-    }
-
-    fn scope(&self, target: &ReclaimTarget) -> Result<Scope> {
-        let domain = |name: &str| {
-            let missing = || LedgerError::NotFound { what: format!("trust domain {name}") };
-            self.index.find_domain(name)?.ok_or_else(missing)
-        };
-        match target {
-            ReclaimTarget::Domain(name) => domain(name).map(Scope::Domain),
-            ReclaimTarget::Image(UsedImage { domain: name, image }) => {
-                let number = domain(name)?;
-                match self.index.has_image(number, image)? {
-                    true => Ok(Scope::Image(number, *image)),
-                    false => Err(LedgerError::NotFound {
-                        what: format!("image {image} in trust domain {name}"),
-                    }),
-                }
-            }
-            ReclaimTarget::Container(name) => {
-                let path = match name.starts_with('/') {
-                    true => name.clone(),
-                    false => self.cgroup_of_container(name),
-                };
-                let cgroups: HashSet<CgroupId> = self.cgroups.below(&path).collect();
-                let exists = || {
-                    let hierarchy = self.hierarchy.as_ref();
-                    hierarchy.is_ok_and(|it| it.directory(&path).join("cgroup.procs").exists())
-                };
-                // Who asks need not be root, and nothing outside of the hierarchy is to be opened.
-                let leads_out = Path::new(&path).components().any(|it| it == Component::ParentDir);
-                if leads_out || (cgroups.is_empty() && !exists()) {
-                    let what = format!("container {name} (memory cgroup {path})");
-                    return Err(LedgerError::NotFound { what });
-                }
-                Ok(Scope::Cgroups(path, cgroups))
-            }
-        }
-    }
-
-    pub(super) fn candidates(&self, scope: &Scope) -> Candidates {
-        let owners = |groups| self.owners(&groups, |usage| self.is_of_resident(usage));
-        match scope {
-            Scope::Cgroups(_, cgroups) => {
-                let (objects, ours) = self.used_in(cgroups);
-                let group = Groups::new(cgroups.iter().map(|it| (*it, 0)), iter::empty());
-                let is_ours = |it: &Usage| ours.contains(&it.object) && self.is_of_resident(it);
-                Candidates::owned(objects, &self.owners(&group, is_ours))
-            }
-            Scope::Image(domain, image) => {
-                let image = self.index.domains()[*domain as usize].images.get(image);
-                let objects = image.iter().flat_map(|image| &image.objects).copied();
-                let objects = self.by_last_use(objects, &owners(Groups::default()));
-                let is_shared = |id| self.index.object(id).is_some_and(Object::is_shared);
-                Candidates::new(objects, is_shared, |_| false)
-            }
-            Scope::Domain(domain) => {
-                let objects = self.index.numbered().filter(|(_, it)| it.domain == *domain);
-                let objects = objects.map(|(id, _)| id);
-                let objects = self.by_last_use(objects, &owners(Groups::default()));
-                Candidates { objects, ..Candidates::default() }
-            }
-            Scope::Machine => {
-                let each = self.cgroups.numbered().map(|(id, _)| (id, id.0));
-                let owners = owners(Groups::new(each, iter::empty()));
-                let objects = self.index.numbered().map(|(id, _)| id);
-                Candidates::owned(self.by_last_use(objects, &owners), &owners)
-            }
-        }
-    }
-
-    /// The objects that the lists of these cgroups hold, by their last use there.
-    fn used_in(&self, cgroups: &HashSet<CgroupId>) -> (Vec<ObjectId>, HashSet<ObjectId>) {
-        let mut uses = Vec::new();
-        for cgroup in cgroups {
-            let _ = self.usage.for_each_of_cgroup(*cgroup, |usage| {
-                if self.is_of_resident(&usage) {
-                    uses.push((usage.time, usage.object));
-                }
-                ControlFlow::<()>::Continue(())
-            });
-        }
-        // Each list is in order of time already, so this merges more than it sorts.
-        uses.sort();
-        // An object is in several lists if it was used through several mounts; its last use counts.
-        let mut once = HashSet::new();
-        let last = uses.into_iter().rev().map(|(_, object)| object).filter(|it| once.insert(*it));
-        let mut objects: Vec<_> = last.collect();
-        objects.reverse();
-        (objects, once)
-    }
-
-    /// Those of some objects that are resident, by their last use in any cgroup.
-    fn by_last_use(
-        &self,
-        objects: impl Iterator<Item = ObjectId>,
-        owners: &Owners<'_>,
-    ) -> Vec<ObjectId> {
-        let mut objects: Vec<_> = objects.filter(|id| self.resident_bytes(*id) > 0).collect();
-        objects.sort_by_cached_key(|id| (owners.of(*id).last_use, *id));
-        objects
     }
 
     /// Where processes map these objects: those of the scope, or if others may, all.
@@ -290,11 +195,11 @@ impl Ledger {
     ) -> Mappings {
         let wanted: HashSet<ObjectId> = objects.iter().copied().collect();
         let mut slice = Budget::of(SLICE);
-        let pids = match (scope, self.hierarchy.as_ref().ok().cloned()) {
+        let pids = match (scope, self.state.hierarchy.as_ref().ok().cloned()) {
             (Scope::Cgroups(path, _), Some(hierarchy)) if !with_others => hierarchy
-                .processes(path, || self.take_events_between(&mut slice))
-                .or_else(|_| processes::all(&self.root)),
-            _ => processes::all(&self.root),
+                .processes(path, || self.events.take_between(self.state, &mut slice))
+                .or_else(|_| processes::all(&self.state.root)),
+            _ => processes::all(&self.state.root),
         };
         // If none can be listed, nobody knows how many there are: at least one.
         let (unread, pids) = (u64::from(pids.is_err()), pids.unwrap_or_default());
@@ -304,7 +209,7 @@ impl Ledger {
             if self.cancel.is_cancelled() {
                 break;
             }
-            self.take_events_between(&mut slice);
+            self.events.take_between(self.state, &mut slice);
             if !self.add_mappings(pid, &wanted, &mut found, &mut steps_left) {
                 slice = Budget::of(Duration::ZERO);
             }
@@ -320,7 +225,7 @@ impl Ledger {
         found: &mut Mappings,
         steps_left: &mut u32,
     ) -> bool {
-        let Self { superblocks, index, root, .. } = self;
+        let State { superblocks, index, root, .. } = &mut *self.state;
         let mut fits = true;
         let read = processes::mappings(&processes::directory(root, pid), |mapping| {
             let object = superblocks.mapped(root, pid, &mapping, index).map(|(_, it)| it);
@@ -358,18 +263,19 @@ impl Ledger {
             if reclaimed.freed_bytes >= bytes || self.cancel.is_cancelled() {
                 break;
             }
-            self.take_events_between(&mut slice);
+            self.events.take_between(self.state, &mut slice);
             let mapped = mappings.by_object.get(id).map_or(&[][..], Vec::as_slice);
             let (before, after) = match self.drop_object(*id, mapped, &mut unanswered) {
                 Ok((before, after)) => {
-                    let now = self.now();
-                    self.index.set_resident(*id, after, now);
+                    let now = self.state.now();
+                    self.state.index.set_resident(*id, after, now);
                     (before, after)
                 }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 // For want of descriptors, for one.
                 Err(_) => {
-                    let known = self.index.object(*id).map_or(0, |it| it.resident_pages.into());
+                    let known =
+                        self.state.index.object(*id).map_or(0, |it| it.resident_pages.into());
                     (known, known)
                 }
             };
@@ -401,9 +307,9 @@ impl Ledger {
         unanswered: &mut HashSet<u32>,
     ) -> io::Result<(u64, u64)> {
         let missing = || io::Error::from(io::ErrorKind::NotFound);
-        let object = self.index.object(id).ok_or_else(missing)?;
-        let domain = self.index.domains().get(object.domain as usize).ok_or_else(missing)?;
-        let page_file = self.page_files.get(&id);
+        let object = self.state.index.object(id).ok_or_else(missing)?;
+        let domain = self.state.index.domains().get(object.domain as usize).ok_or_else(missing)?;
+        let page_file = self.state.page_files.get(&id);
         let path = page_file.cloned().or_else(|| domain.domain.object_path(&object.digest));
         let file = File::open(path.ok_or_else(missing)?)?;
         let pages = || match page_file {
@@ -417,7 +323,7 @@ impl Ledger {
                     break;
                 }
                 for (pid, addresses) in of_process {
-                    let process = processes::directory(&self.root, *pid);
+                    let process = processes::directory(&self.state.root, *pid);
                     let paged_out = page_out(&process, *pid, addresses.clone());
                     if paged_out.is_err_and(|error| is_unanswered(&error)) {
                         unanswered.insert(*pid);
@@ -436,42 +342,129 @@ impl Ledger {
         }
         Ok((before, after))
     }
+}
 
-    fn resident_bytes(&self, id: ObjectId) -> u64 {
-        self.index.object(id).map_or(0, Object::resident_bytes)
+fn scope(state: &State, target: &ReclaimTarget) -> Result<Scope> {
+    let domain = |name: &str| {
+        let missing = || LedgerError::NotFound { what: format!("trust domain {name}") };
+        state.index.find_domain(name)?.ok_or_else(missing)
+    };
+    match target {
+        ReclaimTarget::Domain(name) => domain(name).map(Scope::Domain),
+        ReclaimTarget::Image(UsedImage { domain: name, image }) => {
+            let number = domain(name)?;
+            match state.index.has_image(number, image)? {
+                true => Ok(Scope::Image(number, *image)),
+                false => Err(LedgerError::NotFound {
+                    what: format!("image {image} in trust domain {name}"),
+                }),
+            }
+        }
+        ReclaimTarget::Container(name) => {
+            let path = match name.starts_with('/') {
+                true => name.clone(),
+                false => state.cgroup_of_container(name),
+            };
+            let cgroups: HashSet<CgroupId> = state.cgroups.below(&path).collect();
+            let exists = || {
+                let hierarchy = state.hierarchy.as_ref();
+                hierarchy.is_ok_and(|it| it.directory(&path).join("cgroup.procs").exists())
+            };
+            // Who asks need not be root, and nothing outside of the hierarchy is to be opened.
+            let leads_out = Path::new(&path).components().any(|it| it == Component::ParentDir);
+            if leads_out || (cgroups.is_empty() && !exists()) {
+                let what = format!("container {name} (memory cgroup {path})");
+                return Err(LedgerError::NotFound { what });
+            }
+            Ok(Scope::Cgroups(path, cgroups))
+        }
     }
+}
+
+/// The objects of a scope.
+pub(super) fn candidates(state: &State, scope: &Scope) -> Candidates {
+    let owners = |groups| state.owners(&groups, |usage| state.is_of_resident(usage));
+    match scope {
+        Scope::Cgroups(_, cgroups) => {
+            let (objects, ours) = used_in(state, cgroups);
+            let group = Groups::new(cgroups.iter().map(|it| (*it, 0)), iter::empty());
+            let is_ours = |it: &Usage| ours.contains(&it.object) && state.is_of_resident(it);
+            Candidates::owned(objects, &state.owners(&group, is_ours))
+        }
+        Scope::Image(domain, image) => {
+            let image = state.index.domains()[*domain as usize].images.get(image);
+            let objects = image.iter().flat_map(|image| &image.objects).copied();
+            let objects = by_last_use(state, objects, &owners(Groups::default()));
+            let is_shared = |id| state.index.object(id).is_some_and(Object::is_shared);
+            Candidates::new(objects, is_shared, |_| false)
+        }
+        Scope::Domain(domain) => {
+            let objects = state.index.numbered().filter(|(_, it)| it.domain == *domain);
+            let objects = objects.map(|(id, _)| id);
+            let objects = by_last_use(state, objects, &owners(Groups::default()));
+            Candidates { objects, ..Candidates::default() }
+        }
+        Scope::Machine => {
+            let each = state.cgroups.numbered().map(|(id, _)| (id, id.0));
+            let owners = owners(Groups::new(each, iter::empty()));
+            let objects = state.index.numbered().map(|(id, _)| id);
+            Candidates::owned(by_last_use(state, objects, &owners), &owners)
+        }
+    }
+}
+
+/// The objects that the lists of these cgroups hold, by their last use there.
+fn used_in(state: &State, cgroups: &HashSet<CgroupId>) -> (Vec<ObjectId>, HashSet<ObjectId>) {
+    let mut uses = Vec::new();
+    for cgroup in cgroups {
+        state.uses.for_each_of_cgroup(*cgroup, |usage| {
+            if state.is_of_resident(&usage) {
+                uses.push((usage.time, usage.object));
+            }
+        });
+    }
+    // Each list is in order of time already, so this merges more than it sorts.
+    uses.sort();
+    // An object is in several lists if it was used through several mounts; its last use counts.
+    let mut once = HashSet::new();
+    let last = uses.into_iter().rev().map(|(_, object)| object).filter(|it| once.insert(*it));
+    let mut objects: Vec<_> = last.collect();
+    objects.reverse();
+    (objects, once)
+}
+
+/// Those of some objects that are resident, by their last use in any cgroup.
+fn by_last_use(
+    state: &State,
+    objects: impl Iterator<Item = ObjectId>,
+    owners: &Owners<'_>,
+) -> Vec<ObjectId> {
+    let mut objects: Vec<_> = objects.filter(|id| state.index.resident_bytes(*id) > 0).collect();
+    objects.sort_by_cached_key(|id| (owners.of(*id).last_use, *id));
+    objects
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
 
-    use cofolio_store::{InitOptions, Store};
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+    use super::super::{Ledger, of_an_empty_machine};
     use super::*;
     use crate::cgroup::{Hierarchy, Version};
-    use crate::mount::RunDir;
-
-    fn of_an_empty_machine() -> (tempfile::TempDir, Ledger) {
-        let root = tempfile::tempdir().unwrap();
-        let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
-        let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
-        ledger.root = root.path().to_owned();
-        (root, ledger)
-    }
 
     /// If the processes of a cgroup could not be listed, it had none: a reclaim said that all were
     /// looked at, and that what they map was locked or read again.
     #[test]
     fn processes_that_cannot_be_listed_are_unread() {
         let (root, mut ledger) = of_an_empty_machine();
-        ledger.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
+        ledger.state.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
         // A directory cannot be read, like that file of a threaded cgroup.
         fs::create_dir_all(root.path().join("cgroup/threaded/cgroup.procs")).unwrap();
         let mut unread = |cgroup: &str| {
             let scope = Scope::Cgroups(cgroup.to_owned(), HashSet::new());
-            ledger.mappings(&scope, false, &[ObjectId(0)]).unread
+            ledger.reclaimer().mappings(&scope, false, &[ObjectId(0)]).unread
         };
         assert_eq!(unread("/removed"), 0);
         assert_eq!(unread("/threaded"), 1);
@@ -513,10 +506,10 @@ mod tests {
         let objects = vec![ObjectId(0); 1 << 20];
         event();
         assert!(!is_taken(&ledger));
-        let mappings = ledger.mappings(&Scope::Machine, true, &objects);
+        let mappings = ledger.reclaimer().mappings(&Scope::Machine, true, &objects);
         assert!(is_taken(&ledger));
         // A container makes cgroups that no process is in.
-        ledger.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
+        ledger.state.hierarchy = Ok(Hierarchy::at(Version::V2, &root.path().join("cgroup")));
         for cgroup in 0..5000 {
             let cgroup = root.path().join(format!("cgroup/pod/{cgroup}"));
             fs::create_dir_all(&cgroup).unwrap();
@@ -526,11 +519,11 @@ mod tests {
         event();
         assert!(!is_taken(&ledger));
         let of_pod = Scope::Cgroups("/pod".to_owned(), HashSet::new());
-        assert_eq!(ledger.mappings(&of_pod, false, &objects).unread, 0);
+        assert_eq!(ledger.reclaimer().mappings(&of_pod, false, &objects).unread, 0);
         assert!(is_taken(&ledger));
         event();
         assert!(!is_taken(&ledger));
-        ledger.drop_objects(&objects, u64::MAX, &mappings, &mut Reclaimed::default());
+        ledger.reclaimer().drop_objects(&objects, u64::MAX, &mappings, &mut Reclaimed::default());
         assert!(is_taken(&ledger));
     }
 }

@@ -4,9 +4,8 @@ use std::collections::HashSet;
 
 use cofolio_store::Digest;
 
-use super::live::Ledger;
+use super::index::Index;
 use super::usage::ObjectId;
-use super::{LedgerError, Result};
 use crate::cgroup::is_at_or_below;
 
 /// First opens, while somebody records them.
@@ -21,6 +20,10 @@ pub(super) struct FirstOpens {
 }
 
 impl FirstOpens {
+    pub(super) fn new(domain: u16, cgroup: String) -> Self {
+        Self { domain, cgroup, seen: HashSet::new(), order: Vec::new() }
+    }
+
     /// Drops objects that do not exist any more.
     pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
         self.seen.retain(|id| !objects.contains(id));
@@ -35,34 +38,10 @@ impl FirstOpens {
             self.order.push(object);
         }
     }
-}
 
-impl Ledger {
-    /// From now on, [`Ledger::take_opens`] keeps the order in which a container of `cofolio run`
-    /// opens files of a trust domain. Opens of which nobody knows whose they were count as the
-    /// container's.
-    ///
-    /// # Errors
-    /// [`LedgerError::Store`] if the trust domain cannot be listed; [`LedgerError::NotFound`].
-    pub fn record_opens(&mut self, domain: &str, container: &str) -> Result<()> {
-        let missing = || LedgerError::NotFound { what: format!("trust domain {domain}") };
-        let domain = self.index.find_domain(domain)?.ok_or_else(missing)?;
-        let cgroup = self.cgroup_of_container(container);
-        let (seen, order) = (HashSet::new(), Vec::new());
-        self.learn_roots();
-        self.first_opens = Some(FirstOpens { domain, cgroup, seen, order });
-        Ok(())
-    }
-
-    /// The objects that were opened since [`Ledger::record_opens`], the first one first.
-    pub fn recorded(&self) -> Vec<Digest> {
-        let Some(FirstOpens { domain, order, .. }) = &self.first_opens else { return Vec::new() };
-        let objects = order.iter().filter_map(|id| self.index.object(*id));
-        objects.filter(|it| it.domain == *domain).map(|it| it.digest).collect()
-    }
-
-    /// Events that were lost because there were too many of them.
-    pub fn lost_opens(&self) -> u64 {
-        self.opened.count.overflows
+    /// The objects, the first one first.
+    pub(super) fn objects(&self, index: &Index) -> Vec<Digest> {
+        let objects = self.order.iter().filter_map(|id| index.object(*id));
+        objects.filter(|it| it.domain == self.domain).map(|it| it.digest).collect()
     }
 }

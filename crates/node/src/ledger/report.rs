@@ -7,7 +7,10 @@ use cofolio_store::Digest;
 
 use super::account::{self, Resident, Sums, Use, whole};
 use super::charges::CommonsAccount;
-use super::live::Ledger;
+use super::events::Events;
+use super::process_looks::ProcessLooks;
+use super::residency_looks::ResidencyLooks;
+use super::state::State;
 use super::usage::{CgroupId, ObjectId, SuperblockId};
 use super::{
     ContainerAccount, DomainAccount, ImageAccount, LedgerError, Machine, Report, Result, Unknown,
@@ -15,20 +18,25 @@ use super::{
 };
 use crate::kernel_text;
 
-impl Ledger {
-    /// Adds up the accounts.
-    ///
-    /// # Errors
-    /// [`LedgerError::Io`], [`LedgerError::Format`] for `/proc/meminfo`.
-    pub fn report(&self) -> Result<Report> {
+/// The parts that a report is made from.
+pub(super) struct Reported<'l> {
+    pub(super) state: &'l State,
+    pub(super) events: &'l Events,
+    pub(super) processes: &'l ProcessLooks,
+    pub(super) residency: &'l ResidencyLooks,
+}
+
+impl Reported<'_> {
+    /// See [`Ledger::report`](super::Ledger::report).
+    pub(super) fn report(&self) -> Result<Report> {
         let images = self.numbered_images();
         let numbers: HashMap<(u16, Digest), u32> = images.iter().copied().zip(0..).collect();
         let uses = self.uses(|id| {
-            let superblock = self.superblocks.get(id)?;
+            let superblock = self.state.superblocks.get(id)?;
             numbers.get(&(superblock.domain, superblock.image)).copied()
         });
         let totals = account::add_up(uses, |object| {
-            let object = self.index.object(ObjectId(object));
+            let object = self.state.index.object(ObjectId(object));
             object.map_or_else(Resident::default, |object| Resident {
                 bytes: object.resident_bytes(),
                 commons: object.commons_bytes(),
@@ -43,53 +51,49 @@ impl Ledger {
             used_images.entry(*cgroup).or_default().push(used);
             *users.entry(*image).or_default() += 1;
         }
-        let now = self.now();
+        let now = self.state.now();
         Ok(Report {
             time: cofolio_store::now(),
-            residency_age_seconds: self.of_residency.age_seconds(now),
-            processes_age_seconds: self.of_processes.age_seconds(now),
-            machine: Machine::read(&self.root)?,
-            commons: CommonsAccount::read(self.hierarchy.as_ref().ok(), &self.commons),
+            residency_age_seconds: self.residency.rounds().age_seconds(now),
+            processes_age_seconds: self.processes.rounds().age_seconds(now),
+            machine: Machine::read(&self.state.root)?,
+            commons: CommonsAccount::read(
+                self.state.hierarchy.as_ref().ok(),
+                self.residency.commons(),
+            ),
             domains: self.domain_accounts(&totals),
             images: self.image_accounts(&images, &totals, &users),
             containers: self.container_accounts(&totals, used_images),
             unknown: Unknown {
-                processes: self.unread_processes.count,
-                images: self.index.unreadable_images(),
-                objects: self.index.unseen().count,
-                mounts: (self.superblocks.failed() + self.opened.unmarked()) as u64,
-                ..self.opened.count
+                processes: self.processes.rounds().unseen().count,
+                images: self.state.index.unreadable_images(),
+                objects: self.residency.rounds().unseen().count,
+                mounts: (self.state.superblocks.failed() + self.events.unmarked()) as u64,
+                ..self.state.unknown.count
             },
             warnings: self.warnings(),
         })
     }
 
     fn warnings(&self) -> Vec<String> {
-        let unseen = [self.index.unseen(), &self.unread_processes];
+        let unseen = [self.residency.rounds().unseen(), self.processes.rounds().unseen()];
         let unseen = unseen.into_iter().flat_map(|unseen| unseen.why.clone());
-        let of_mounts = self.unwatched_mounts.as_ref().map(|error| {
-            format!("files opened right after a mount may be missed: inotify: {error}")
-        });
-        let of_opens = self
-            .opened
-            .refused()
-            .map(|error| format!("opened files are not seen, only mapped ones: fanotify: {error}"));
-        unseen.chain(of_mounts).chain(of_opens).collect()
+        unseen.chain(self.events.warnings()).collect()
     }
 
     /// All images, by trust domain and digest.
     fn numbered_images(&self) -> Vec<(u16, Digest)> {
-        let domains = (0..).zip(self.index.domains());
+        let domains = (0..).zip(self.state.index.domains());
         domains
             .flat_map(|(number, it)| it.images.keys().map(move |image| (number, *image)))
             .collect()
     }
 
-    /// Uses as [`Ledger::for_each_use`] has them.
+    /// Uses as [`State::for_each_use`] has them.
     fn uses(&self, image: impl Fn(SuperblockId) -> Option<u32>) -> Vec<Use> {
         // One that grows would take up to twice as much.
-        let mut uses = Vec::with_capacity(self.usage.count().entries);
-        self.for_each_use(|usage| {
+        let mut uses = Vec::with_capacity(self.state.uses.count().entries);
+        self.state.for_each_use(|usage| {
             if let Some(image) = image(usage.mount) {
                 uses.push(Use { object: usage.object.0, cgroup: usage.cgroup.0, image });
             }
@@ -99,17 +103,17 @@ impl Ledger {
 
     /// A figure of the commons, if the kernel says it.
     fn commons_bytes(&self, bytes: u64) -> Option<u64> {
-        self.charges.are_known().then_some(bytes)
+        self.residency.charges().are_known().then_some(bytes)
     }
 
     fn domain_name(&self, number: u16) -> String {
-        let domain = self.index.domains().get(number as usize);
+        let domain = self.state.index.domains().get(number as usize);
         domain.map_or_else(String::new, |it| it.domain.name().to_owned())
     }
 
     fn domain_accounts(&self, totals: &account::Totals) -> Vec<DomainAccount> {
         let mut accounts: Vec<DomainAccount> = (0..)
-            .zip(self.index.domains())
+            .zip(self.state.index.domains())
             .map(|(number, domain)| {
                 let sums = totals.domains.get(&number).copied().unwrap_or_default();
                 DomainAccount {
@@ -123,7 +127,7 @@ impl Ledger {
                 }
             })
             .collect();
-        for object in self.index.objects() {
+        for object in self.state.index.objects() {
             let Some(account) = accounts.get_mut(object.domain as usize) else { continue };
             account.objects += 1;
             account.bytes += object.size;
@@ -143,7 +147,7 @@ impl Ledger {
         users: &HashMap<u32, u64>,
     ) -> Vec<ImageAccount> {
         let accounts = (0..).zip(images).filter_map(|(number, (domain_number, digest))| {
-            let domain = self.index.domains().get(*domain_number as usize)?;
+            let domain = self.state.index.domains().get(*domain_number as usize)?;
             let image = domain.images.get(digest)?;
             let sums = totals.images.get(&number).copied().unwrap_or_default();
             let mut account = ImageAccount {
@@ -161,7 +165,7 @@ impl Ledger {
                 metadata_bytes: image.metadata_bytes,
                 containers: users.get(&number).copied().unwrap_or(0),
             };
-            for object in image.objects.iter().filter_map(|id| self.index.object(*id)) {
+            for object in image.objects.iter().filter_map(|id| self.state.index.object(*id)) {
                 account.bytes += object.size;
                 let resident = object.resident_bytes();
                 account.resident_bytes += resident;
@@ -184,9 +188,9 @@ impl Ledger {
         mut images: HashMap<u32, Vec<UsedImage>>,
     ) -> Vec<ContainerAccount> {
         let account = |(number, sums): (&u32, &Sums)| {
-            let cgroup = self.cgroups.path(CgroupId(*number))?.to_owned();
+            let cgroup = self.state.cgroups.path(CgroupId(*number))?.to_owned();
             Some(ContainerAccount {
-                name: self.name_of(&cgroup),
+                name: self.state.name_of(&cgroup),
                 cgroup,
                 images: images.remove(number).unwrap_or_default(),
                 objects: sums.objects,

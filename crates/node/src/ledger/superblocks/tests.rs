@@ -76,9 +76,9 @@ impl Proc {
     fn ledger(&self) -> Ledger {
         let mut ledger = Ledger::new(self.store(), RunDir::at(self.root().join("run")));
         ledger.refresh(&Budget::UNLIMITED).unwrap();
-        ledger.root = self.root().to_owned();
-        ledger.hierarchy = Hierarchy::find(Path::new("/nowhere"));
-        ledger.superblocks = adopted(&Look::new(self.root(), 1));
+        ledger.state.root = self.root().to_owned();
+        ledger.state.hierarchy = Hierarchy::find(Path::new("/nowhere"));
+        ledger.state.superblocks = adopted(&Look::new(self.root(), 1));
         ledger
     }
 
@@ -262,7 +262,7 @@ fn a_reclaim_looks_at_a_bounded_part_of_each_process() {
     maps(1, STEPS_OF_A_LOOK + 1);
     maps(2, 1);
     let mappings = |ledger: &mut Ledger| {
-        let mut found = ledger.mappings(&Scope::Machine, true, &[ObjectId(0)]);
+        let mut found = ledger.reclaimer().mappings(&Scope::Machine, true, &[ObjectId(0)]);
         let of_object = found.by_object.remove(&ObjectId(0)).unwrap_or_default();
         let of = |pid: u32| of_object.iter().filter(|it| it.0 == pid).count();
         assert!(of_object.iter().all(|(_, addresses)| *addresses == (0x1000..0x1008)));
@@ -293,7 +293,7 @@ impl Moved {
         let meminfo = names.map(|name| format!("{name}: 1 kB\n")).concat();
         fs::write(made_up.root().join("proc/meminfo"), meminfo).unwrap();
         let mut ledger = made_up.ledger();
-        ledger.usage_bytes_max = usage_bytes_max;
+        ledger.state.uses.bytes_max = usage_bytes_max;
         Self { made_up, ledger }
     }
 
@@ -304,7 +304,7 @@ impl Moved {
         fs::write(self.made_up.root().join("proc/1/cgroup"), text).unwrap();
         let ledger = &mut self.ledger;
         assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
-        (ledger.usage.count().entries, ledger.report().unwrap().unknown.processes)
+        (ledger.state.uses.count().entries, ledger.report().unwrap().unknown.processes)
     }
 }
 
@@ -335,16 +335,16 @@ fn a_process_that_does_not_answer_is_named_and_keeps_its_uses() {
     let ledger = &mut moved.ledger;
     for _ in 0..6 {
         while !ledger.sample_processes(&Budget::UNLIMITED).unwrap() {}
-        ledger.superblocks.drop_adopted(&mut Changes::default());
+        ledger.state.superblocks.drop_adopted(&mut Changes::default());
         let report = ledger.report().unwrap();
-        assert_eq!((ledger.usage.count().entries, report.unknown.processes), (1, 1));
+        assert_eq!((ledger.state.uses.count().entries, report.unknown.processes), (1, 1));
         // It may wait for another lock, and the machine may be busy.
         assert_eq!(report.warnings, ["process 1: it does not answer in time"]);
-        assert!(ledger.superblocks.get(SuperblockId(0)).is_some());
+        assert!(ledger.state.superblocks.get(SuperblockId(0)).is_some());
     }
     // It answers again.
     moved.made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
-    moved.ledger.superblocks.drop_adopted(&mut Changes::default());
+    moved.ledger.state.superblocks.drop_adopted(&mut Changes::default());
     File::options().write(true).open(&maps).unwrap().write_all(&mapping).unwrap();
     fs::remove_file(&maps).unwrap();
     fs::write(&maps, &mapping).unwrap();

@@ -1,0 +1,165 @@
+//! Looks at processes, which bring the [`State`] up to date: what they map, and in which cgroups
+//! they are.
+
+use super::events::Events;
+use super::rounds::Rounds;
+use super::state::State;
+use super::usage::{ObjectId, SuperblockId};
+use super::{Budget, LedgerError, Result};
+use crate::{address_space, processes};
+
+/// The warning where the ledger cannot see who uses objects.
+const HIDDEN: &str = "this process is in a PID namespace, where it sees only some of the machine's \
+                      processes: containers may be missing, and no object is known to be unused";
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct ProcessLooks {
+    /// Processes of this round that are still to be looked at.
+    left: Vec<u32>,
+    rounds: Rounds,
+}
+
+impl ProcessLooks {
+    pub(super) fn rounds(&self) -> &Rounds {
+        &self.rounds
+    }
+
+    /// The next look begins a round, whatever is left of this one.
+    pub(super) fn start_over(&mut self) {
+        self.left.clear();
+    }
+
+    /// See [`Ledger::sample_processes`](super::Ledger::sample_processes).
+    pub(super) fn sample(
+        &mut self,
+        state: &mut State,
+        events: &Events,
+        budget: &Budget,
+    ) -> Result<bool> {
+        if self.left.is_empty() {
+            let path = state.root.join("proc");
+            self.left = processes::all(&state.root).map_err(LedgerError::io(path))?;
+            self.rounds.begin(state.now());
+            if !processes::are_all_visible(&state.root) {
+                self.rounds.add_unseen(|| HIDDEN.to_owned());
+                state.note_missed_opens();
+            }
+        }
+        while let Some(pid) = self.left.pop() {
+            if let Err(why) = look_at(pid, state, events) {
+                self.rounds.add_unseen(|| format!("process {pid}: {why}"));
+            }
+            if budget.is_spent() {
+                break;
+            }
+        }
+        let is_complete = self.left.is_empty();
+        if is_complete {
+            self.rounds.complete();
+            state.superblocks.round_is_complete();
+            state.openers.round_is_complete();
+        }
+        Ok(is_complete)
+    }
+}
+
+/// Looks at a process. Says why not all of it could be seen or noted, unless it has ended.
+fn look_at(pid: u32, state: &mut State, events: &Events) -> Result<(), String> {
+    let State { superblocks, index, root, .. } = state;
+    let mut used = Vec::new();
+    let read = processes::mapped(root, pid, |mapping| {
+        let found = superblocks.mapped(root, pid, &mapping, index);
+        used.extend(found);
+        found.is_some()
+    });
+    let left_out = superblocks.end_look(root, pid);
+    events.mark_new(state);
+    let noted = if used.is_empty() { Ok(()) } else { note_mapped(pid, used, state) };
+    let process = processes::directory(&state.root, pid);
+    let read = read.and_then(|is_read| address_space::check(&process).map(|()| is_read));
+    if read.as_ref().is_err_and(address_space::is_unanswered) {
+        state.superblocks.keep_seen_by(pid);
+    }
+    let why = match (read, left_out, noted) {
+        (Ok(true), None, Ok(())) => return Ok(()),
+        (Err(error), ..) => error.to_string(),
+        (Ok(false), ..) => "its list of mappings is too long".to_owned(),
+        (Ok(true), Some(why), _) => why.to_owned(),
+        (Ok(true), None, Err(why)) => why,
+    };
+    // It may have ended.
+    if process.exists() { Err(why) } else { Ok(()) }
+}
+
+/// Notes what a process maps, unless it has ended. Says why not all of it could be noted as a use
+/// by its cgroup: what could not is in use by somebody unknown.
+fn note_mapped(
+    pid: u32,
+    used: Vec<(SuperblockId, ObjectId)>,
+    state: &mut State,
+) -> Result<(), String> {
+    let cgroup = match state.cgroup_of(pid) {
+        Err(error) if processes::has_ended(&error) => return Ok(()),
+        Err(error) => Err(format!("its cgroup: {error}")),
+        Ok(None) => Err("there is no room for the path of its cgroup".to_owned()),
+        Ok(Some(cgroup)) => Ok(cgroup),
+    };
+    if let Ok(cgroup) = cgroup {
+        state.learn_root(pid, cgroup);
+    }
+    let mut fits = true;
+    for (mount, object) in used {
+        if !cgroup.as_ref().is_ok_and(|cgroup| state.note_use(mount, *cgroup, object)) {
+            state.note_unknown_use(mount, object);
+            fits = false;
+        }
+    }
+    cgroup?;
+    fits.then_some(()).ok_or_else(|| "there is no room for all that it uses".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::super::{Ledger, of_an_empty_machine};
+    use super::*;
+
+    /// What a process mapped was in nobody's use if its cgroup could not be read or there was no
+    /// room for the use, and was dropped as another container's own.
+    #[test]
+    fn mapped_objects_that_cannot_be_noted_are_in_use_by_somebody_unknown() {
+        let (root, Ledger { mut state, .. }) = of_an_empty_machine();
+        let unknown = |state: &mut State, object, pid| {
+            let noted = note_mapped(pid, vec![(SuperblockId(0), ObjectId(object))], state);
+            let mut uses = state.unknown.uses(state.now());
+            (noted.is_ok(), uses.any(|(used, _)| used == ObjectId(object)))
+        };
+        let plant = |pid: u32| {
+            let process = processes::directory(root.path(), pid);
+            fs::create_dir_all(&process).unwrap();
+            fs::write(process.join("stat"), "1 (a) S 0 0 0 0 0 0\n").unwrap();
+            process.join("cgroup")
+        };
+        fs::write(plant(1), "1:memory:/\n0::/\n").unwrap();
+        assert_eq!(unknown(&mut state, 1, 1), (true, false));
+        // A directory cannot be read.
+        fs::create_dir(plant(2)).unwrap();
+        assert_eq!(unknown(&mut state, 2, 2), (false, true));
+        assert_eq!(unknown(&mut state, 3, 3), (true, false), "it has ended");
+        state.uses.bytes_max = 0;
+        assert_eq!(unknown(&mut state, 4, 1), (false, true));
+    }
+
+    /// In a PID namespace there were no containers, nothing was unknown, and the pages that hidden
+    /// processes used were anybody's to drop.
+    #[test]
+    fn hidden_processes_may_use_everything() {
+        let (root, mut ledger) = of_an_empty_machine();
+        fs::create_dir(root.path().join("proc")).unwrap();
+        assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
+        assert_eq!(ledger.processes.rounds.unseen().why, [HIDDEN]);
+        assert!(ledger.state.unknown.missed(ledger.state.now()).is_some());
+    }
+}

@@ -1,0 +1,260 @@
+//! Looks at objects and at metadata, which bring the [`State`] up to date: how much of them is
+//! resident, and what of that is charged to the commons.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use cofolio_store::{BoxError, Digest, Domain, Error, FileKind, FileName, with_causes};
+use cofolio_sys::cache::{self, FileMap};
+use rustix::fs::{Mode, OFlags, openat};
+use rustix::io::Errno;
+
+use super::Budget;
+use super::charges::Charges;
+use super::index::Index;
+use super::rounds::Rounds;
+use super::state::State;
+use super::usage::ObjectId;
+use crate::cgroup::COMMONS;
+use crate::mount::open_dir;
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct ResidencyLooks {
+    /// The object and then the domain at which the next look goes on.
+    next: usize,
+    next_domain: usize,
+    /// The count of that domain's metadata, if it has begun.
+    counting: Option<MetadataCount>,
+    rounds: Rounds,
+    /// Name of the commons cgroup.
+    commons: String,
+    charges: Charges,
+}
+
+impl ResidencyLooks {
+    pub(super) fn new() -> Self {
+        Self {
+            next: 0,
+            next_domain: 0,
+            counting: None,
+            rounds: Rounds::default(),
+            commons: COMMONS.to_owned(),
+            charges: Charges::default(),
+        }
+    }
+
+    pub(super) fn with_commons(self, name: &str) -> Self {
+        Self { commons: name.to_owned(), ..self }
+    }
+
+    pub(super) fn rounds(&self) -> &Rounds {
+        &self.rounds
+    }
+
+    pub(super) fn commons(&self) -> &str {
+        &self.commons
+    }
+
+    pub(super) fn charges(&self) -> &Charges {
+        &self.charges
+    }
+
+    /// The next look begins a round, whatever is left of this one.
+    pub(super) fn start_over(&mut self) {
+        (self.next, self.next_domain, self.counting) = (0, 0, None);
+    }
+
+    /// Goes on where the last call ended, until all was looked at once or the budget is spent: at
+    /// one file at least. Says whether it came to the end of a round.
+    pub(super) fn sample(&mut self, state: &mut State, budget: &Budget) -> bool {
+        let now = state.now();
+        if (self.next, self.next_domain) == (0, 0) {
+            self.rounds.begin(now);
+            self.charges.begin(state.hierarchy.as_ref().ok(), &self.commons);
+            state.page_files = used_page_files(state);
+        }
+        let is_complete =
+            self.sample_objects(state, now, budget) && self.sample_metadata(state, budget);
+        if is_complete {
+            self.start_over();
+            self.rounds.complete();
+            state.forget_past_uses();
+        }
+        is_complete
+    }
+
+    fn sample_objects(&mut self, state: &mut State, now: u32, budget: &Budget) -> bool {
+        // One at a time: there can be more trust domains than descriptors.
+        let mut directory = None;
+        let first = self.next;
+        while self.next < state.index.numbers_end() {
+            if self.next > first && budget.is_spent() {
+                return false;
+            }
+            let id = ObjectId(u32::try_from(self.next).unwrap_or(u32::MAX));
+            self.next += 1;
+            let Some(number) = state.index.object(id).map(|it| it.domain) else { continue };
+            if directory.as_ref().is_none_or(|(of, _)| *of != number) {
+                directory = Some((number, open_objects(&state.index, number)));
+            }
+            if let Some((_, directory)) = &directory {
+                self.look_at(id, directory, state, now);
+            }
+        }
+        true
+    }
+
+    /// Looks how much of an object is resident. `directory` is that of its domain's objects.
+    fn look_at(
+        &mut self,
+        id: ObjectId,
+        directory: &rustix::io::Result<OwnedFd>,
+        state: &mut State,
+        now: u32,
+    ) {
+        let page_file = state.page_files.get(&id);
+        let Some(object) = state.index.object(id) else { return };
+        let file = match (page_file, directory) {
+            (Some(path), _) => File::open(path),
+            (None, Err(error)) => Err((*error).into()),
+            (None, Ok(directory)) => {
+                // Relative to the directory: that takes half the time.
+                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let opened = openat(directory, object.digest.object_path(), flags, Mode::empty());
+                opened.map(File::from).map_err(Into::into)
+            }
+        };
+        let size = object.size;
+        let looked = file.and_then(|file| {
+            let pages = match page_file {
+                Some(_) => FileMap::new(&file, size)?.resident_pages()?,
+                None => cache::resident_pages(&file, size)?,
+            };
+            Ok((Some(file), pages))
+        });
+        let (file, pages) = match looked {
+            Ok(found) => found,
+            Err(error) => {
+                let domain = &state.index.domains()[object.domain as usize].domain;
+                self.rounds.add_unseen(|| match (directory, domain.objects_dir()) {
+                    (Err(_), Some(path)) => format!("{}: {error}", path.display()),
+                    _ => format!("object {}: {error}", object.digest),
+                });
+                // A missing object has no pages. A missing directory says nothing of what was in
+                // it, and of a mount that went another one may show the same pages.
+                let is_missing = error.kind() == io::ErrorKind::NotFound;
+                if !is_missing || directory.is_err() || page_file.is_some() {
+                    return;
+                }
+                (None, 0)
+            }
+        };
+        let is_counted = pages == u64::from(object.resident_pages)
+            && self.charges.still_hold(object.commons_pages, object.counted);
+        state.index.set_resident(id, pages, now);
+        if let (false, Some(file)) = (is_counted, file)
+            && let Ok(pages) = self.charges.commons_pages(file, size)
+        {
+            state.index.set_commons(id, pages, self.charges.epoch);
+        }
+    }
+
+    /// Counts metadata from where the last call ended. Says whether that is complete.
+    fn sample_metadata(&mut self, state: &mut State, budget: &Budget) -> bool {
+        while let Some(known) = state.index.domains().get(self.next_domain) {
+            let counted = match (known.is_removed, self.counting.take()) {
+                (true, _) => Ok((true, MetadataCount::default())),
+                (false, begun) => MetadataCount::go_on(begun, &known.domain, budget),
+            };
+            match counted {
+                Ok((true, counted)) => {
+                    state.index.set_metadata_bytes(self.next_domain, &counted.bytes);
+                }
+                Ok((false, counting)) => {
+                    self.counting = Some(counting);
+                    return false;
+                }
+                Err(error) => {
+                    let name = known.domain.name();
+                    let why = || format!("images of trust domain {name}: {}", with_causes(&*error));
+                    self.rounds.add_unseen(why);
+                }
+            }
+            self.next_domain += 1;
+        }
+        true
+    }
+}
+
+/// With `inode-share`, files of mounted packs through which something was used. To look at all
+/// others would load their inodes.
+fn used_page_files(state: &State) -> HashMap<ObjectId, PathBuf> {
+    let mut files = HashMap::new();
+    for (mount, superblock) in state.superblocks.iter().filter(|(_, it)| it.has_page_files()) {
+        state.uses.for_each_of_mount(mount, |usage| {
+            let object = state.index.object(usage.object);
+            if let Some(path) = object.and_then(|it| superblock.page_file(&it.digest)) {
+                files.insert(usage.object, path);
+            }
+        });
+    }
+    files
+}
+
+/// The directory of a trust domain's objects.
+fn open_objects(index: &Index, domain: u16) -> rustix::io::Result<OwnedFd> {
+    let path = index.domains().get(domain as usize).and_then(|it| it.domain.objects_dir());
+    // A simulated disk has none.
+    path.map_or(Err(Errno::NOTSUP), |path| open_dir(&path))
+}
+
+/// A count of the resident pages of the files that images are mounted from.
+#[derive(Debug, Default)]
+struct MetadataCount {
+    /// Files that are still to be counted.
+    left: Vec<FileName>,
+    /// Resident bytes of the others, by image.
+    bytes: HashMap<Digest, u64>,
+}
+
+impl MetadataCount {
+    /// Begins a count or goes on with one, until all files were counted or the budget is spent.
+    /// Says whether all were.
+    fn go_on(
+        begun: Option<Self>,
+        domain: &Domain,
+        budget: &Budget,
+    ) -> Result<(bool, Self), BoxError> {
+        let mut counting = match begun {
+            Some(counting) => counting,
+            None => {
+                let mut left = domain.named(FileKind::Image)?;
+                left.extend(domain.named(FileKind::Pack)?);
+                Self { left, bytes: HashMap::new() }
+            }
+        };
+        while let Some(name) = counting.left.pop() {
+            if let Some(image) = name.image() {
+                *counting.bytes.entry(image).or_default() += resident_bytes(domain, &name)?;
+            }
+            if budget.is_spent() {
+                break;
+            }
+        }
+        Ok((counting.left.is_empty(), counting))
+    }
+}
+
+/// Resident bytes of a file of a domain; 0 if it does not exist any more.
+fn resident_bytes(domain: &Domain, name: &FileName) -> Result<u64, BoxError> {
+    let file = match domain.open_named(name) {
+        Err(Error::NoSuch(_)) => return Ok(0),
+        opened => opened?,
+    };
+    let Some(descriptor) = file.descriptor() else { return Ok(0) };
+    Ok(cache::resident_pages(descriptor, file.size()?)? * cache::page_size())
+}
