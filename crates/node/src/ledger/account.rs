@@ -47,8 +47,8 @@ pub struct Report {
     pub containers: Vec<ContainerAccount>,
     /// What could not be attributed.
     pub unknown: Unknown,
-    /// Why objects and processes are among [`unknown`](Self::unknown): the first 16 reasons of each.
-    /// And why new mounts are not seen at once.
+    /// Why objects and processes are among [`unknown`](Self::unknown): the first 16 reasons of
+    /// each. And why new mounts are not seen at once.
     #[serde(default)]
     pub warnings: Vec<String>,
 }
@@ -110,8 +110,8 @@ pub struct DomainAccount {
     pub shared_bytes: u64,
     /// What the page cache would hold more if each image had its own copy.
     pub saved_bytes: u64,
-    /// Resident pages of the files that images are mounted from: metadata images, with those of deltas
-    /// and bases, and packs.
+    /// Resident pages of the files that images are mounted from: metadata images, with those of
+    /// deltas and bases, and packs.
     pub metadata_bytes: u64,
 }
 
@@ -141,8 +141,8 @@ pub struct ImageAccount {
     pub commons_bytes: Option<u64>,
     /// Its part of what is saved: `1 / i` of each object that it was used through.
     pub saved_bytes: u64,
-    /// Resident pages of its metadata image, its delta and its pack. Those of its base are an image's of
-    /// their own, or if that has no name, only the domain's.
+    /// Resident pages of its metadata image, its delta and its pack. Those of its base are an
+    /// image's of their own, or if that has no name, only the domain's.
     pub metadata_bytes: u64,
     /// Containers that used it.
     pub containers: u64,

@@ -1,8 +1,8 @@
 //! Numbers for cgroups, and what becomes of the usage lists of those that are removed.
 //!
 //! A cgroup has up to two numbers: its user id for what its own processes use, and its heir id for
-//! what removed cgroups below it have left behind. Only a user id is a user of anything: a container
-//! that has ended must not make private pages of others look shared.
+//! what removed cgroups below it have left behind. Only a user id is a user of anything: a
+//! container that has ended must not make private pages of others look shared.
 
 use std::collections::HashMap;
 use std::fs;
@@ -108,8 +108,8 @@ impl CgroupIds {
         id
     }
 
-    /// Whether it stands for what processes of an existing cgroup use, and not for what removed ones
-    /// left behind.
+    /// Whether it stands for what processes of an existing cgroup use, and not for what removed
+    /// ones left behind.
     pub(super) fn is_user(&self, id: CgroupId) -> bool {
         self.slot(id).is_some_and(|it| it.is_user)
     }
@@ -353,8 +353,8 @@ mod tests {
         assert_eq!(fill(&mut ids), count);
     }
 
-    /// A container that made thousands of cgroups with long names took all the room, and what others
-    /// used was not noted.
+    /// A container that made thousands of cgroups with long names took all the room, and what
+    /// others used was not noted.
     #[test]
     fn a_tree_of_cgroups_leaves_room_for_others() {
         let hierarchy = Hierarchy::at(Version::V2, Path::new("/nowhere"));

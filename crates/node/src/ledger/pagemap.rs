@@ -51,9 +51,9 @@ pub(super) fn page_out(process: &Path, pid: u32, addresses: Range<u64>) -> io::R
     Ok(())
 }
 
-/// The parts of a mapping that show the file's pages. In a private mapping, a page that was written is
-/// the process's own copy, even if the mapping has become read-only since: so it is with data that the
-/// dynamic linker has relocated (RELRO). Fails for a process that has ended.
+/// The parts of a mapping that show the file's pages. In a private mapping, a page that was written
+/// is the process's own copy, even if the mapping has become read-only since: so it is with data
+/// that the dynamic linker has relocated (RELRO). Fails for a process that has ended.
 fn without_copies(process: &Path, addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let file = File::open(process.join("pagemap"))?;
     let mut parts: Vec<Range<u64>> = Vec::new();
@@ -73,8 +73,8 @@ mod tests {
     use super::*;
     use crate::processes;
 
-    /// Relocated data of this program lies in a read-only mapping and was written before: to page it out
-    /// would swap memory of the process. `smaps` says how much of each mapping was copied.
+    /// Relocated data of this program lies in a read-only mapping and was written before: to page
+    /// it out would swap memory of the process. `smaps` says how much of each mapping was copied.
     #[test]
     fn pages_that_a_process_wrote_are_no_pages_of_the_file() {
         let own = Path::new("/proc/self");

@@ -1,8 +1,8 @@
 //! Fair shares of what the ledger may keep about cgroups.
 //!
-//! A container may be allowed to make any number of cgroups. If these could take all memory that the
-//! ledger has for its lists, no use by other containers would be noted. So once a limit is half used,
-//! a cgroup and all below it may hold three quarters of what the cgroup above it may hold:
+//! A container may be allowed to make any number of cgroups. If these could take all memory that
+//! the ledger has for its lists, no use by other containers would be noted. So once a limit is half
+//! used, a cgroup and all below it may hold three quarters of what the cgroup above it may hold:
 //!
 //! ```text
 //! /                       the limit
