@@ -83,7 +83,9 @@ const DOMAINS: [Column<DomainAccount, Option<u64>>; 7] = [
 
 const IMAGES: [Column<ImageAccount, u64>; 3] = [
     ("image_resident", "Objects of an image in the page cache", |it| it.resident_bytes),
-    ("image_private", "Objects of an image in the page cache that no other image names", |it| it.private_bytes),
+    ("image_private", "Objects of an image in the page cache that no other image names", |it| {
+        it.private_bytes
+    }),
     ("image_saved", "The image's part of what is saved", |it| it.saved_bytes),
 ];
 
