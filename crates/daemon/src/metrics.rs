@@ -267,7 +267,7 @@ fn family<L: prometheus_client::encoding::EncodeLabelSet>(
     Ok(())
 }
 
-/// A foreign text as the value of a label: the library writes it as it is.
+/// A foreign text as the value of a label: prometheus-client does not escape these.
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

@@ -149,7 +149,11 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
             .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
             .map_err(DaemonError::Start)?;
         let reload = || server.reload(&settings, reload);
-        runtime.block_on(server.run(sockets, Arc::clone(&broken), &reload, &stop_threads))
+        let served = server.run(sockets, Arc::clone(&broken), &reload, &stop_threads);
+        let ended = runtime.block_on(served);
+        // Connections that are still open do not wait for the threads.
+        drop(runtime);
+        ended
     })
 }
 
@@ -316,7 +320,10 @@ impl Server<'_> {
             }
         };
         notify(&[NotifyState::Stopping]);
-        accepting.extend(own.map(|(own, _file_that_goes)| own));
+        if let Some((task, file)) = own {
+            drop(file);
+            accepting.push(task);
+        }
         stop_threads();
         let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
         ended

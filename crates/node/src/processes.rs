@@ -7,7 +7,6 @@ pub mod fuzz;
 use std::fs;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_sys::mount::{UNIQUE_ID, unique_id};
@@ -59,9 +58,8 @@ impl Mapping<'_> {
 /// Whether every process of the machine is among [`all`]: in a PID namespace others are hidden.
 pub(crate) fn are_all_visible(root: &Path) -> bool {
     // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first PID namespace sees every process.
-    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    let namespace = fs::metadata(root.join("proc/thread-self/ns/pid"));
-    namespace.is_ok_and(|it| it.ino() == FIRST_PID_NAMESPACE)
+    let namespace = fs::read_link(root.join("proc/thread-self/ns/pid"));
+    namespace.is_ok_and(|link| link == Path::new("pid:[4026531836]"))
 }
 
 /// Whether an error from a file in `/proc/PID` says that the process has ended.

@@ -70,9 +70,9 @@ pub fn passed_sockets() -> io::Result<Vec<OwnedFd>> {
     if number("LISTEN_PID") != Some(std::process::id()) {
         return Ok(Vec::new());
     }
-    let count = number("LISTEN_FDS").unwrap_or(0).cast_signed();
+    let count = number("LISTEN_FDS").unwrap_or(0) as usize;
     let mut sockets = Vec::new();
-    for fd in 3..3 + count {
+    for fd in (3..=i32::MAX).take(count) {
         // SAFETY: fcntl takes a number; one that is no descriptor is an error.
         if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
             return Err(io::Error::last_os_error());

@@ -74,8 +74,8 @@ impl Events {
 
     pub(super) fn drop_opens(&mut self, state: &mut State) {
         (self.mounts, self.opens) = (None, None);
-        state.unknown.end_watch();
-        state.note_missed_opens();
+        state.unknown.end_watch(state.now());
+        state.unused.note_missed_opens();
     }
 
     /// To be called again with each refresh.
@@ -208,9 +208,11 @@ impl Events {
                 let (file, pid) = match event {
                     Event::Opened { pid, .. } if pid == own => continue,
                     Event::Opened { file, pid } => (File::from(file), pid),
-                    // The opener has a lease on it, and uses the file alone.
+                    // Somebody has a lease on the file. It is one file: whoever opens few of them
+                    // must not keep all others from being reclaimed for an hour.
                     Event::Unreadable(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         state.unknown.count.files += 1;
+                        state.unused.note_missed_opens();
                         continue;
                     }
                     Event::Unreadable(_) => {
@@ -304,7 +306,7 @@ mod tests {
     /// A machine without room for another inotify instance missed opens on new mounts, and nothing
     /// said so.
     #[test]
-    fn mounts_that_cannot_be_watched_are_said() {
+    fn unwatchable_mounts_are_a_warning() {
         let (root, mut ledger) = of_an_empty_machine();
         ledger.state.root = Path::new("/").to_owned();
         ledger.events.watch_mounts(&ledger.state);

@@ -52,7 +52,7 @@ mod rounds;
 mod shares;
 mod state;
 mod superblocks;
-mod unknown_opens;
+mod unknown_users;
 mod unused;
 pub mod usage;
 mod uses;
@@ -225,25 +225,25 @@ impl Ledger {
             && known.replace(self.state.index.known_images())
                 != Some(self.state.index.known_images())
         {
-            self.check()?;
+            self.check_cancelled()?;
         }
         self.take_opens(&Budget::UNLIMITED)?;
         self.processes.start_over();
         self.residency.start_over();
-        self.check()?;
+        self.check_cancelled()?;
         while !self.sample_processes(&slice())? {
-            self.check()?;
+            self.check_cancelled()?;
             self.take_opens(&slice())?;
         }
         // Last: a page that a process has just brought in has to be counted.
         while !self.sample_residency(&slice()) {
-            self.check()?;
+            self.check_cancelled()?;
             self.take_opens(&slice())?;
         }
         Ok(())
     }
 
-    fn check(&self) -> Result<()> {
+    fn check_cancelled(&self) -> Result<()> {
         if self.cancel.is_cancelled() { Err(LedgerError::Cancelled) } else { Ok(()) }
     }
 

@@ -7,8 +7,7 @@
 //! | what do cgroups under pressure alone use? | each with those below it | the lowest group |
 //! | which objects have lost all users? | none | objects that are not used |
 //!
-//! A removed cgroup uses nothing. Its uses only tell when an object was used last, and the group of
-//! an object that nobody uses any more.
+//! A removed cgroup is no user. Its uses give an object's last use, and its group if no user is left.
 
 use std::collections::HashMap;
 
@@ -29,8 +28,8 @@ pub(super) struct Groups {
 }
 
 impl Groups {
-    /// `cgroups` have their lowest groups. `around` has the next group around each one; a group
-    /// beyond its end is in no other one.
+    /// `cgroups`: each cgroup with the lowest group that contains it. `around`: the next group around
+    /// each group; one beyond its end is in no other.
     pub(super) fn new(
         cgroups: impl Iterator<Item = (CgroupId, u32)>,
         around: impl Iterator<Item = Option<u32>>,
@@ -65,8 +64,8 @@ pub(super) struct Owner {
     group: u32,
     /// Whether a cgroup that exists uses it.
     pub(super) is_used: bool,
-    /// Whether somebody else may use it: somebody unknown opened it, or opened files were missed
-    /// when it was resident.
+    /// Whether somebody else may use it: somebody unknown does, or users were missed when it was
+    /// resident.
     pub(super) is_doubted: bool,
 }
 

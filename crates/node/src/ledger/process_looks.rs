@@ -9,7 +9,7 @@ use super::{Budget, LedgerError, Result};
 use crate::{address_space, processes};
 
 /// The warning where the ledger cannot see who uses objects.
-const HIDDEN: &str = "this process is in a PID namespace, where it sees only some of the machine's \
+const HIDDEN: &str = "this process is not in the machine's first PID namespace and does not see all \
                       processes: containers may be missing, and no object is known to be unused";
 
 /// See the [module](self).
@@ -41,9 +41,11 @@ impl ProcessLooks {
             let path = state.root.join("proc");
             self.left = processes::all(&state.root).map_err(LedgerError::io(path))?;
             self.rounds.begin(state.now());
-            if !processes::are_all_visible(&state.root) {
+            let is_blind = !processes::are_all_visible(&state.root);
+            state.unknown.set_blind(is_blind, state.now());
+            if is_blind {
                 self.rounds.add_unseen(|| HIDDEN.to_owned());
-                state.note_missed_opens();
+                state.unused.note_missed_opens();
             }
         }
         while let Some(pid) = self.left.pop() {
@@ -92,8 +94,8 @@ fn look_at(pid: u32, state: &mut State, events: &Events) -> Result<(), String> {
     if process.exists() { Err(why) } else { Ok(()) }
 }
 
-/// Notes what a process maps, unless it has ended. Says why not all of it could be noted as a use
-/// by its cgroup: what could not is in use by somebody unknown.
+/// Notes what a process maps, unless it has ended. Objects that cannot be noted for its cgroup are
+/// noted for somebody unknown, and the reason is returned.
 fn note_mapped(
     pid: u32,
     used: Vec<(SuperblockId, ObjectId)>,

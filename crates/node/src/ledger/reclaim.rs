@@ -84,7 +84,7 @@ pub struct Reclaimed {
     /// What is resident of those.
     pub shared_bytes: u64,
     /// Those of [`shared_objects`](Self::shared_objects) of which nobody knows whether others use
-    /// them: in the last hour somebody unknown opened them, or opened files were missed.
+    /// them: in the last hour somebody unknown used them, or opened files were missed.
     #[serde(default)]
     pub unsure_objects: u64,
     /// Processes that may map more of these objects than was looked at. What they map counts as

@@ -21,6 +21,10 @@ use super::usage::ObjectId;
 use crate::cgroup::COMMONS;
 use crate::mount::open_dir;
 
+/// Directories of objects that are open at one time: there can be more trust domains than
+/// descriptors.
+const DIRECTORIES_MAX: usize = 16;
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct ResidencyLooks {
@@ -88,8 +92,7 @@ impl ResidencyLooks {
     }
 
     fn sample_objects(&mut self, state: &mut State, now: u32, budget: &Budget) -> bool {
-        // One at a time: there can be more trust domains than descriptors.
-        let mut directory = None;
+        let mut directories = HashMap::new();
         let first = self.next;
         while self.next < state.index.numbers_end() {
             if self.next > first && budget.is_spent() {
@@ -98,12 +101,12 @@ impl ResidencyLooks {
             let id = ObjectId(u32::try_from(self.next).unwrap_or(u32::MAX));
             self.next += 1;
             let Some(number) = state.index.object(id).map(|it| it.domain) else { continue };
-            if directory.as_ref().is_none_or(|(of, _)| *of != number) {
-                directory = Some((number, open_objects(&state.index, number)));
+            if directories.len() == DIRECTORIES_MAX && !directories.contains_key(&number) {
+                directories.clear();
             }
-            if let Some((_, directory)) = &directory {
-                self.look_at(id, directory, state, now);
-            }
+            let open = || open_objects(&state.index, number);
+            let directory = directories.entry(number).or_insert_with(open);
+            self.look_at(id, directory, state, now);
         }
         true
     }

@@ -13,7 +13,7 @@ use super::cgroup_ids::{self, CgroupIds};
 use super::index::Index;
 use super::openers::Openers;
 use super::superblocks::{Changes, Superblocks};
-use super::unknown_opens::UnknownOpens;
+use super::unknown_users::UnknownUsers;
 use super::unused::Unused;
 use super::usage::{CgroupId, ObjectId, SuperblockId, Usage};
 use super::uses::Uses;
@@ -38,7 +38,7 @@ pub(super) struct State {
     pub(super) cgroups: CgroupIds,
     /// Who uses which object.
     pub(super) uses: Uses,
-    pub(super) unknown: UnknownOpens,
+    pub(super) unknown: UnknownUsers,
     pub(super) openers: Openers,
     pub(super) unused: Unused,
     /// Files that hold the pages of objects in place of the store's, in this round.
@@ -58,7 +58,7 @@ impl State {
             index: Index::new(store),
             superblocks: Superblocks::default(),
             cgroups: CgroupIds::default(),
-            unknown: UnknownOpens::default(),
+            unknown: UnknownUsers::default(),
             openers: Openers::default(),
             unused: Unused::default(),
             page_files: HashMap::new(),

@@ -24,11 +24,11 @@
 //! number of the mount before that is attached anywhere. So every other trace is found from a
 //! record, or has none and can go.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
@@ -262,7 +262,7 @@ fn make_directories(path: &Path, mode: u32) -> io::Result<()> {
     let is_missing = |dir: &&Path| !dir.as_os_str().is_empty() && !dir.is_dir();
     let missing: Vec<_> = path.ancestors().take_while(is_missing).collect();
     for dir in missing.into_iter().rev() {
-        match fs::create_dir(dir) {
+        match DirBuilder::new().mode(mode).create(dir) {
             // Another process was first.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => {}
             made => made.and_then(|()| fs::set_permissions(dir, Permissions::from_mode(mode)))?,

@@ -106,7 +106,7 @@ pub enum ProfileError {
 /// `cofolio run` has said why if it could not start a container.
 fn failed(status: &ExitStatus) -> String {
     match status.code() {
-        Some(125..=127) => "the container was not started".to_owned(),
+        Some(125) => "the container was not started".to_owned(),
         _ => format!("the container failed ({status})"),
     }
 }

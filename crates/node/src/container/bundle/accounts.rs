@@ -16,7 +16,7 @@ use crate::mount::At as _;
 /// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
 
-/// How long to ask for the end of a lease on an account file.
+/// How long to retry while another process holds a lease on an account file.
 const LEASE_PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -121,7 +121,7 @@ impl Rootfs {
         // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
         let open = || self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK);
         let (start, mut opened) = (Instant::now(), open());
-        // Somebody has a lease on the file, and each attempt asks for its end.
+        // Each attempt asks the holder of a lease to give it up.
         while opened.as_ref().is_err_and(|error| *error == Errno::AGAIN)
             && start.elapsed() < LEASE_PATIENCE
         {
@@ -133,7 +133,7 @@ impl Rootfs {
             Err(Errno::NOENT | Errno::NOTDIR) => return Ok(String::new()),
             Err(Errno::AGAIN) => {
                 let error =
-                    io::Error::new(io::ErrorKind::WouldBlock, "a process has a lease on it");
+                    io::Error::new(io::ErrorKind::WouldBlock, "a process may have a lease on it");
                 return Ok(Err(error).at("reading", shown())?);
             }
             other => other.at("reading", shown())?,

@@ -63,12 +63,12 @@ const CLONE_NAMESPACES: u64 = 0x7e02_0000;
 /// `AF_ALG`, the kernel's cryptography, and `AF_VSOCK`, a hypervisor's host, are refused.
 const SOCKETS: [(&str, u64); 3] = [("SCMP_CMP_LT", 38), ("SCMP_CMP_EQ", 39), ("SCMP_CMP_GT", 40)];
 
-/// The first command of fcntl(2) that only Linux has.
-const F_LINUX: u64 = 1024;
+/// The first of the commands of fcntl(2) that only Linux has.
+const F_LINUX_SPECIFIC_BASE: u64 = 1024;
 
-/// One of these bits is in each of the following 15 commands. Not in `F_SETLEASE`, the first one,
-/// and `F_SETDELEG` (from Linux 6.19 on), the seventeenth: the container's root is a mount of all
-/// containers of the image, and whoever opens a file waits for the end of its lease.
+/// `F_SETLEASE` is 1024, and `F_SETDELEG` (Linux 6.19) 1040. Each command between them has one of
+/// these bits set. Where containers share a mount of the image, one that opens a file would wait for
+/// the end of another's lease.
 const FCNTLS_WITHOUT_LEASES: [u64; 4] = [1, 2, 4, 8];
 
 const ENOSYS: u32 = 38;
@@ -85,11 +85,10 @@ pub(super) fn profile(architecture: &str, is_root_shared: bool) -> Value {
         // Runtimes take their own.
         _ => &[],
     };
-    let allow_if = |names: &[&str], index: u32, op: &str, value: u64| {
-        let argument = json!({"index": index, "value": value, "op": op});
-        json!({"names": names, "action": "SCMP_ACT_ALLOW", "args": [argument]})
+    let allow = |name: &str, op: &str, value: u64| {
+        let argument = json!({"index": 0, "value": value, "op": op});
+        json!({"names": [name], "action": "SCMP_ACT_ALLOW", "args": [argument]})
     };
-    let allow = |name: &str, op: &str, value: u64| allow_if(&[name], 0, op, value);
     let mut rules = vec![
         json!({"names": ALLOWED.split_whitespace().collect::<Vec<_>>(), "action": "SCMP_ACT_ALLOW"}),
         allow("clone", "SCMP_CMP_MASKED_EQ", CLONE_NAMESPACES),
@@ -100,16 +99,15 @@ pub(super) fn profile(architecture: &str, is_root_shared: bool) -> Value {
     rules.extend(SOCKETS.map(|(op, value)| allow("socket", op, value)));
     let fcntl = ["fcntl", "fcntl64"];
     if is_root_shared {
-        rules.push(allow_if(&fcntl, 1, "SCMP_CMP_LT", F_LINUX));
-        rules.extend(FCNTLS_WITHOUT_LEASES.map(|bit| {
-            let argument = json!({
-                "index": 1,
-                "value": 0xffff_fff0 | bit,
-                "valueTwo": F_LINUX | bit,
-                "op": "SCMP_CMP_MASKED_EQ",
-            });
+        // The kernel takes the lower half of the register.
+        let allow = |mask: u64, masked: u64| {
+            let (index, op) = (1, "SCMP_CMP_MASKED_EQ");
+            let argument = json!({"index": index, "value": mask, "valueTwo": masked, "op": op});
             json!({"names": fcntl, "action": "SCMP_ACT_ALLOW", "args": [argument]})
-        }));
+        };
+        rules.push(allow(0xffff_ffff - (F_LINUX_SPECIFIC_BASE - 1), 0));
+        let bits = FCNTLS_WITHOUT_LEASES.iter();
+        rules.extend(bits.map(|bit| allow(0xffff_fff0 | bit, F_LINUX_SPECIFIC_BASE | bit)));
     } else {
         rules.push(json!({"names": fcntl, "action": "SCMP_ACT_ALLOW"}));
     }
@@ -130,7 +128,7 @@ mod tests {
         let names: Vec<&str> = ALLOWED.split_whitespace().collect();
         let key = |name: &&str| name.trim_start_matches('_').to_owned();
         assert!(names.is_sorted_by_key(key), "not in order");
-        let refused = "add_key bpf clone clone3 delete_module finit_module fsopen init_module \
+        let refused = "add_key bpf clone clone3 delete_module fcntl fcntl64 finit_module fsopen init_module \
             io_uring_setup kexec_load keyctl mount move_mount open_by_handle_at open_tree \
             perf_event_open personality pivot_root quotactl reboot request_key setns settimeofday \
             socket swapon syslog umount2 unshare userfaultfd";
@@ -142,6 +140,32 @@ mod tests {
             "execve mmap openat2 rseq futex epoll_wait accept4 statx chroot wait4".split(' ')
         {
             assert!(names.contains(&name), "{name}");
+        }
+    }
+
+    /// A container's lease on a file of the image kept all others of the same mount waiting.
+    #[test]
+    fn only_leases_are_refused_where_the_root_is_shared() {
+        let is_allowed = |profile: &Value, command: u64| {
+            let rules = profile["syscalls"].as_array().unwrap().iter();
+            let mut of_fcntl = rules.filter(|rule| rule["names"][0] == "fcntl");
+            of_fcntl.any(|rule| match rule["args"].get(0) {
+                None => true,
+                Some(it) => {
+                    assert_eq!(
+                        (&it["index"], &it["op"]),
+                        (&json!(1), &json!("SCMP_CMP_MASKED_EQ"))
+                    );
+                    command & it["value"].as_u64().unwrap() == it["valueTwo"].as_u64().unwrap()
+                }
+            })
+        };
+        let (own, shared) = (profile("x86_64", false), profile("x86_64", true));
+        for command in 0..1041 {
+            assert!(is_allowed(&own, command), "{command}");
+            let is_lease = command == 1024 || command == 1040;
+            assert_eq!(is_allowed(&shared, command), !is_lease, "{command}");
+            assert_eq!(is_allowed(&shared, command | 1 << 32), !is_lease, "{command}");
         }
     }
 

@@ -40,7 +40,7 @@ impl Proc {
         let made_up = Self(tempfile::tempdir().unwrap());
         let namespaces = made_up.root().join("proc/thread-self/ns");
         fs::create_dir_all(&namespaces).unwrap();
-        std::os::unix::fs::symlink("/proc/self/ns/pid", namespaces.join("pid")).unwrap();
+        std::os::unix::fs::symlink("pid:[4026531836]", namespaces.join("pid")).unwrap();
         made_up
     }
 

@@ -78,7 +78,7 @@ fn changes_kept_by_a_killed_process_are_mounted_again() {
         assert_eq!(fs::read(request.target.join("new")).unwrap(), b"new", "{step:?}");
         assert!(mounter.list().unwrap().kept.is_empty(), "in use");
         let error = mounter.discard_kept(&kept.dir).unwrap_err();
-        assert!(matches!(error, MountError::NotKept { .. }), "{error}");
+        assert!(matches!(error, MountError::UpperInUse { .. }), "{error}");
         umount(&mounter, &request.target);
         mounter.discard_kept(&kept.dir).unwrap();
         fixture.assert_clean(&format!("{step:?}"));

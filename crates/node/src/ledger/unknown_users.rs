@@ -1,10 +1,10 @@
-//! Opens of which not everything is known.
+//! Users of which not everything is known.
 //!
-//! | known of an open | it counts as |
+//! | known of a file that is opened or mapped | it counts as |
 //! |---|---|
 //! | the object and the cgroup | a use in the usage lists |
-//! | the object | a use by somebody unknown, for an hour |
-//! | nothing: the open was missed | a use of any object by somebody unknown, for an hour |
+//! | the object, or there is no room there | a use by somebody unknown, for an hour |
+//! | nothing: an open was missed, or processes are hidden | a use of any object by somebody unknown, for an hour |
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,10 +12,10 @@ use super::Unknown;
 use super::state::TICKS_PER_SECOND;
 use super::usage::{ObjectId, SuperblockId};
 
-/// How long somebody unknown counts as a user of what was opened.
+/// How long somebody unknown counts as a user.
 const UNKNOWN_TICKS: u32 = 3600 * TICKS_PER_SECOND;
 
-/// Objects that somebody unknown opened, by mount, that are kept. A container can open any number.
+/// Objects that somebody unknown uses, by mount, that are kept. A container can open any number.
 const UNKNOWN_MAX: usize = 100_000;
 
 /// Bytes of one of them, with a byte of the table's own, and an eighth of its places free at least.
@@ -23,29 +23,40 @@ const UNKNOWN_BYTES: usize = (size_of::<(SuperblockId, ObjectId, u32)>() + 1) * 
 
 /// See the [module](self).
 #[derive(Debug, Default)]
-pub(super) struct UnknownOpens {
+pub(super) struct UnknownUsers {
     /// Whether opened files are watched now.
     is_watched: bool,
-    /// When somebody unknown opened an object last.
+    /// Whether this process cannot see all processes.
+    is_blind: bool,
+    /// When somebody unknown used an object last.
     unknown: HashMap<(SuperblockId, ObjectId), u32>,
-    /// When it was last noticed that opened files were missed.
+    /// When it was last noticed that users were missed.
     missed: Option<u32>,
     /// Opens that were missed, and those by somebody unknown, since the ledger began.
     pub(super) count: Unknown,
 }
 
-impl UnknownOpens {
+impl UnknownUsers {
     /// Files that were opened since the last watch ended were missed.
     pub(super) fn begin_watch(&mut self, now: u32) {
         self.is_watched = true;
         self.missed = self.missed.map(|_| now);
     }
 
-    pub(super) fn end_watch(&mut self) {
+    pub(super) fn end_watch(&mut self, now: u32) {
         self.count.overflows += u64::from(std::mem::take(&mut self.is_watched));
+        self.note_missed(now);
     }
 
-    /// Somebody unknown opened an object. False if there are too many of these: then all are
+    /// While this process cannot see all others, any of these may use any object.
+    pub(super) fn set_blind(&mut self, is_blind: bool, now: u32) {
+        if is_blind || self.is_blind {
+            self.note_missed(now);
+        }
+        self.is_blind = is_blind;
+    }
+
+    /// Somebody unknown uses an object. False if there are too many of these: then all are
     /// forgotten, and count as missed.
     pub(super) fn note(&mut self, mount: SuperblockId, object: ObjectId, now: u32) -> bool {
         self.unknown.insert((mount, object), now);
@@ -62,21 +73,22 @@ impl UnknownOpens {
         self.missed = Some(now);
     }
 
-    /// What the objects that somebody unknown opened take.
+    /// What the objects that somebody unknown uses take.
     pub(super) fn bytes(&self) -> usize {
         self.unknown.capacity() * UNKNOWN_BYTES
     }
 
-    /// Objects that somebody unknown opened within the last hour, and when.
+    /// Objects that somebody unknown used within the last hour, and when.
     pub(super) fn uses(&self, now: u32) -> impl Iterator<Item = (ObjectId, u32)> {
         let uses = self.unknown.iter().map(|((_, object), time)| (*object, *time));
         uses.filter(move |(_, time)| is_new(*time, now))
     }
 
-    /// When opened files were last missed, if that was within the last hour. From the end of one
-    /// watch to the next one they are missed all the time.
+    /// When users were last missed, if that was within the last hour. From the end of one watch to
+    /// the next one they are missed all the time.
     pub(super) fn missed(&self, now: u32) -> Option<u32> {
-        let missed = if !self.is_watched { self.missed.map(|_| now) } else { self.missed };
+        let is_missing = !self.is_watched || self.is_blind;
+        let missed = if is_missing { self.missed.map(|_| now) } else { self.missed };
         missed.filter(|time| is_new(*time, now))
     }
 
@@ -108,7 +120,7 @@ mod tests {
     /// Files that a process of the machine had searched through once stayed in use for good.
     #[test]
     fn somebody_unknown_is_a_user_for_an_hour_at_most() {
-        let mut opened = UnknownOpens::default();
+        let mut opened = UnknownUsers::default();
         let [one, two] = [1, 2].map(SuperblockId);
         for (mount, time) in [(one, 1), (two, 1), (two, 2)] {
             assert!(opened.note(mount, ObjectId(7), time));
@@ -126,7 +138,7 @@ mod tests {
     /// all of that was kept for an hour.
     #[test]
     fn too_many_unknown_openers_are_openers_of_everything() {
-        let mut opened = UnknownOpens::default();
+        let mut opened = UnknownUsers::default();
         let count = u32::try_from(UNKNOWN_MAX).unwrap();
         let mut note = |mount| opened.note(SuperblockId(mount), ObjectId(7), 1);
         assert!((0..count).all(&mut note));
@@ -140,14 +152,31 @@ mod tests {
     /// Nobody saw what was opened from the end of one queue to the next one.
     #[test]
     fn opened_files_are_missed_until_they_are_watched_again() {
-        let mut opened = UnknownOpens::default();
+        let mut opened = UnknownUsers::default();
         // Of a command that does not watch any.
         assert_eq!(opened.missed(1), None);
-        opened.note_missed(1);
+        opened.begin_watch(1);
+        assert_eq!(opened.missed(1), None);
+        opened.end_watch(1);
+        assert_eq!(opened.count.overflows, 1);
         let later = 2 * UNKNOWN_TICKS;
         assert_eq!(opened.missed(later), Some(later));
         opened.begin_watch(later);
         assert_eq!(opened.missed(later + UNKNOWN_TICKS - 1), Some(later));
         assert_eq!(opened.missed(later + UNKNOWN_TICKS), None);
+    }
+
+    /// In a PID namespace an object that had left memory and come back was in no doubt until the
+    /// next round.
+    #[test]
+    fn hidden_processes_are_missed_all_the_time() {
+        let mut unknown = UnknownUsers::default();
+        unknown.begin_watch(1);
+        unknown.set_blind(true, 1);
+        let later = 2 * UNKNOWN_TICKS;
+        assert_eq!(unknown.missed(later), Some(later));
+        unknown.set_blind(false, later);
+        assert_eq!(unknown.missed(later + UNKNOWN_TICKS - 1), Some(later));
+        assert_eq!(unknown.missed(later + UNKNOWN_TICKS), None);
     }
 }
