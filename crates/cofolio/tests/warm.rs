@@ -73,7 +73,12 @@ fn too_small_a_limit_is_not_set() {
 fn a_killed_process_is_explained() {
     let Some(it) = Limited::new("a_killed_process_is_explained") else { return };
     let sandbox = Sandbox::new();
-    sandbox.import_tree("box:1");
+    // So many that the process needs memory for them. With four files it sometimes needed none.
+    let tree = sandbox.dir("many");
+    for number in 0..5000 {
+        fs::write(tree.join(number.to_string()), number.to_string()).unwrap();
+    }
+    sandbox.run(&["import", "--name", "box:1", tree.to_str().unwrap()]).ok();
     it.commons.limit(64 << 20).unwrap();
     // Pages that the kernel cannot drop: those of a file in memory, without swap.
     const PAGES: u64 = 20 << 20;
