@@ -8,7 +8,7 @@
 //!                                                       └▶ pressure: drops pages by itself
 //! ```
 //!
-//! [`State`] is all that is known: the index of objects and images, the superblocks, which lead
+//! `State` is all that is known: the index of objects and images, the superblocks, which lead
 //! from files to objects, the cgroups, and the usage lists (mount × cgroup). Looks and events
 //! change it. The others read it, but reclaim notes how much of an object is left, and the policy
 //! notes which objects its search found.
