@@ -62,8 +62,8 @@ use crate::source::Unpacked;
   cofolio-bench churn corpus/out/redis/old corpus/out/redis/new
   cofolio-bench churn --short-lived --containers 10000 --profile-files 20 corpus/out/redis/old
 
-Exit codes: 0 the goals are met, or are of more containers or rounds; 1 one is missed, or the run shows
-nothing; others as for every command.")]
+Exit codes: 0 the goals are met, or are of more containers or rounds; 1 one is missed or not
+proved, or the run shows nothing; others as for every command.")]
 pub(crate) struct Args {
     /// OCI layout directories, OCI archives, `docker save` archives, or refs of the store
     #[arg(required = true, value_name = "IMAGE")]

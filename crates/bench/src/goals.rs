@@ -149,7 +149,7 @@ mod tests {
 
     /// A p99 with a median of 1.044 was "met", although its interval reached from 0.752 to 1.131.
     #[test]
-    fn a_median_whose_interval_reaches_beyond_the_bound_is_not_shown_to_be_worse() {
+    fn a_median_whose_interval_reaches_beyond_the_bound_is_not_proved() {
         let of = |found, interval| {
             Goals::new("9 pairs", true).at_most_with_interval("p99", found, interval, 1.1, "")
         };

@@ -62,10 +62,12 @@ pub(crate) fn are_all_visible(root: &Path) -> bool {
     namespace.is_ok_and(|link| link == Path::new("pid:[4026531836]"))
 }
 
-/// Whether an error from a file in `/proc/PID` says that the process has ended.
+/// Whether an error from a file in `/proc/PID` says that the process or thread has ended. For want of
+/// descriptors, for one, nobody knows.
 pub(crate) fn has_ended(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound
-        || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    // EINVAL is the answer of mountinfo then.
+    error.kind() == io::ErrorKind::NotFound || matches!(errno, Some(Errno::SRCH | Errno::INVAL))
 }
 
 /// The numbers of all processes.

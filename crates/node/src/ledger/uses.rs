@@ -29,7 +29,7 @@ fn bytes_max(root: &Path, hierarchy: Option<&Hierarchy>) -> u64 {
 #[derive(Debug)]
 pub(super) struct Uses {
     lists: UsageLists,
-    /// What the lists may take, with the objects that somebody unknown opened.
+    /// What the lists may take, with the objects that somebody unknown uses.
     pub(super) bytes_max: u64,
     /// Each cgroup's share of `bytes_max`; `None` below half of it, and after a refresh.
     shares: Option<Shares>,
@@ -42,7 +42,7 @@ impl Uses {
     }
 
     /// Notes a use, unless it is a new one and there is no room for it. Says whether it is noted.
-    /// `unknown_bytes` are what the objects take that somebody unknown opened.
+    /// `unknown_bytes` are what the objects take that somebody unknown uses.
     pub(super) fn note(&mut self, it: Usage, cgroups: &CgroupIds, unknown_bytes: usize) -> bool {
         let Usage { mount, cgroup, object, time } = it;
         if self.lists.touch_listed(mount, cgroup, object, time).is_some() {

@@ -535,11 +535,10 @@ pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<boo
             .into_iter()
             .flat_map(|process| numbers(&process.join("task")).unwrap_or_else(|_| vec![process]))
         {
-            match ask(&task).map_err(|error| error.raw_os_error().map(Errno::from_raw_os_error)) {
+            match ask(&task) {
                 Ok(true) => return true,
                 Ok(false) => {}
-                // EINVAL: so answers the mountinfo of a thread that has ended.
-                Err(Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)) => _ = ended.insert(task),
+                Err(error) if processes::has_ended(&error) => _ = ended.insert(task),
                 Err(_) => return true,
             }
         }

@@ -351,12 +351,11 @@ impl Mounter<'_> {
             let (records, _) = self.run.records()?;
             let of =
                 |record: &&MountRecord| record.upper.as_ref().is_some_and(|it| it.dir == found);
-            return Err(
-                match records.iter().find(of).map(|user| user.target.display().to_string()) {
-                    Some(by) => MountError::UpperInUse { dir: found, by },
-                    None => MountError::NotKept(found),
-                },
-            );
+            let by = records.iter().find(of).map(|user| user.target.display().to_string());
+            return Err(match by {
+                Some(by) => MountError::UpperInUse { dir: found, by },
+                None => MountError::NotKept(found),
+            });
         }
         if has_overlay(&found, &self.patience)? {
             let by = "a mount that has no record or is detached".to_owned();

@@ -653,10 +653,8 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         RunDir::at(dir.path().join("one/run")).prepare().unwrap();
-        for (made, mode) in [("one", 0o711), ("one/run", 0o711), ("one/run/mounts", 0o700)]
-            .into_iter()
-            .chain([("one/run/containers", 0o711)])
-        {
+        let made = ["one", "one/run", "one/run/mounts", "one/run/containers"];
+        for (made, mode) in made.into_iter().zip([0o711, 0o711, 0o700, 0o711]) {
             let found = dir.path().join(made).metadata().unwrap().permissions().mode() & 0o777;
             assert_eq!(found, mode, "{made}");
         }

@@ -24,7 +24,6 @@ use std::sync::Arc;
 
 use cofolio_store::{Digest, Domain};
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
 
 use super::super::index::{Index, IndexedDomain};
 use super::super::usage::{ObjectId, SuperblockId};
@@ -285,13 +284,6 @@ fn domain_of(mount: &KernelMount, image: &Digest, index: &Index) -> Option<u16> 
     let domains = || index.domains().iter().filter(has_it);
     let domain = &domains().find(named).or_else(|| domains().next())?.domain;
     index.domain_number(domain.name())
-}
-
-/// Whether an error says that the process has ended. For want of descriptors, for one, nobody
-/// knows.
-pub(super) fn has_ended(error: &io::Error) -> bool {
-    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-    matches!(errno, Some(Errno::NOENT | Errno::SRCH | Errno::INVAL))
 }
 
 /// Where an overlay keeps its changes, if that is in the domain's own directory, in which only root

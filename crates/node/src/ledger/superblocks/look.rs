@@ -18,7 +18,7 @@ use super::super::pagemap::{entries, steps};
 use super::super::usage::ObjectId;
 use super::namespaces::{Namespaces, Seeing, Shown};
 use super::tables::Inodes;
-use super::{Found, Superblock, adopted};
+use super::{Found, Superblock};
 use crate::address_space::{is_unanswered, probe_and_access};
 use crate::processes::{self, Mapping};
 use crate::settings::Backend;
@@ -80,7 +80,7 @@ impl Look {
         self.is_blind = shown.is_err();
         let why = match &shown {
             Ok(shown) => (!shown.is_whole).then_some("it sees too many mounts"),
-            Err(error) => (!adopted::has_ended(error)).then_some("its mounts cannot be read"),
+            Err(error) => (!processes::has_ended(error)).then_some("its mounts cannot be read"),
         };
         self.left_out = self.left_out.or(why);
         shown.ok()
