@@ -219,21 +219,21 @@ impl<'a> Container<'a> {
         loop {
             self.host.go_on()?;
             ensure!(self.is_alive()?, "{} has ended: {}", self.what(), self.said());
-            match self.in_its_network(connect) {
-                Ok(true) => return Ok(()),
-                Ok(false) => {}
-                // It has ended meanwhile.
-                Err(_) if !self.is_alive()? => continue,
-                Err(error) => return Err(error),
+            // An error is no answer yet: who ends loses its namespaces before it leaves its cgroup.
+            let answer = self.in_its_network(connect);
+            if matches!(answer, Ok(true)) {
+                return Ok(());
             }
-            ensure!(
-                Instant::now() < end,
-                "{} does not listen on port {} after {} s: {}",
-                self.what(),
-                self.port,
-                READY_MAX.as_secs(),
-                self.said()
-            );
+            if Instant::now() >= end {
+                answer?;
+                bail!(
+                    "{} does not listen on port {} after {} s: {}",
+                    self.what(),
+                    self.port,
+                    READY_MAX.as_secs(),
+                    self.said()
+                );
+            }
             thread::sleep(PAUSE);
         }
     }
