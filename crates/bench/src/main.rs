@@ -9,6 +9,7 @@ mod density;
 mod dying;
 mod goals;
 mod measure;
+mod median;
 mod memory;
 mod namespace;
 mod place;

@@ -36,6 +36,7 @@ use super::{
     report,
 };
 use crate::Outcome;
+use crate::median::median;
 use cofolio_cli::exit::Exit;
 
 /// Files from this size on are large.
@@ -121,12 +122,6 @@ impl Figures {
     fn share_of(&self, other: &Self) -> f64 {
         median(self.runs.iter().zip(&other.runs).map(|(own, other)| own / other))
     }
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
 pub(super) fn run(args: &Args) -> Outcome {

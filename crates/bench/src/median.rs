@@ -1,0 +1,47 @@
+//! Medians of figures that vary from round to round, and how certain they are.
+
+/// The upper one of an even number. Not a number if there is no figure.
+pub(crate) fn median(figures: impl Iterator<Item = f64>) -> f64 {
+    let figures = sorted(figures);
+    figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn sorted(figures: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut figures: Vec<f64> = figures.collect();
+    figures.sort_by(f64::total_cmp);
+    figures
+}
+
+/// The 95 % interval of the median, by order statistics: each figure is below the true median with a
+/// chance of one half. Fewer than six figures have none.
+pub(crate) fn interval(figures: impl Iterator<Item = f64>) -> Option<[f64; 2]> {
+    let figures = sorted(figures);
+    let count = i32::try_from(figures.len()).ok()?;
+    // The chance that so many of the figures, or fewer, are below the median.
+    let (mut chance, mut exactly) = (0.0, 0.5_f64.powi(count));
+    let mut interval = None;
+    for below in 0..count / 2 {
+        chance += exactly;
+        if 2.0 * chance > 0.05 {
+            break;
+        }
+        let at = usize::try_from(below).ok()?;
+        interval = Some([figures[at], figures[figures.len() - 1 - at]]);
+        exactly *= f64::from(count - below) / f64::from(below + 1);
+    }
+    interval
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interval_of_a_median_needs_six_figures() {
+        let of = |count: u32| interval((1..=count).rev().map(f64::from));
+        assert_eq!(of(5), None);
+        assert_eq!(of(6), Some([1.0, 6.0]));
+        assert_eq!(of(9), Some([2.0, 8.0]));
+        assert_eq!(of(15), Some([4.0, 12.0]));
+    }
+}
