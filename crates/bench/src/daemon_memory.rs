@@ -354,7 +354,7 @@ fn watch(
         let residency_age_seconds: u64 = now.figure("cofolio_residency_age_seconds")?;
         let processes_age_seconds: u64 = now.figure("cofolio_processes_age_seconds")?;
         let growth = |name| Ok::<_, anyhow::Error>(delta(before.figure(name)?, now.figure(name)?));
-        let lost = growth("cofolio_opens_overflows_total")?;
+        let lost = growth("cofolio_unknown_overflows_total")?;
         ensure!(lost == 0, "the daemon lost opened files {lost} times in {seconds:.0} s");
         let known = growth("cofolio_used_objects")?;
         ages = [ages[0].max(residency_age_seconds), ages[1].max(processes_age_seconds)];

@@ -397,6 +397,19 @@ pub(super) fn fold_counters() {
     let _ = fs::read("/proc/sys/vm/stat_refresh");
 }
 
+/// Lets this process open so many files besides some hundred of its own.
+pub(super) fn allow_descriptors(count: u64) -> Result<()> {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    let needed = count + 256;
+    if limit.current.is_some_and(|current| current < needed) {
+        limit.current = Some(needed);
+        limit.maximum = limit.maximum.map(|maximum| maximum.max(needed));
+        setrlimit(Resource::Nofile, limit).context("cannot raise the limit of descriptors")?;
+    }
+    Ok(())
+}
+
 /// The machine's memory now, exactly.
 pub(super) fn read_memory() -> Result<Memory> {
     fold_counters();

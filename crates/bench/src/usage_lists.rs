@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::exit::Exit;
-use cofolio_node::ledger::usage::{CgroupId, ObjectId, SuperblockId, UsageLists};
+use cofolio_node::ledger::usage::{CgroupId, ObjectId, SHARDS, SuperblockId, UsageLists};
 use serde::Serialize;
 
 use crate::Outcome;
@@ -112,7 +112,6 @@ const OBJECTS_PER_PAIR: u32 = 4;
 /// Of the table of the lists alone, and which of these numbers the goal is judged with.
 const OBJECTS: [u32; 5] = [1, 2, 4, 5, 8];
 const JUDGED_OBJECTS: [u32; 2] = [4, 5];
-const SHARDS: usize = 64;
 const TOUCHES_PER_ID: u32 = 400;
 
 /// Layouts that would need more than this are allocated for a tenth of the mounts.

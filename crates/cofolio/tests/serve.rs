@@ -437,13 +437,13 @@ fn without_descriptors_it_does_not_start() {
         let args = ["-c", script, &limit.to_string(), program.to_str().unwrap(), "serve"];
         sandbox.command_of(Path::new("sh"), &args)
     };
-    for limit in (5..24).chain([511]) {
+    for limit in (5..24).chain([1023]) {
         let ended = serve(limit).output().unwrap();
         let said = String::from_utf8_lossy(&ended.stderr);
         assert!(!ended.status.success() && said.contains("ulimit -n"), "{limit}: {said}");
         assert!(!said.contains("panicked") && !said.contains("listening"), "{limit}: {said}");
     }
-    let daemon = Killed::start(serve(512).stderr(Stdio::null()));
+    let daemon = Killed::start(serve(1024).stderr(Stdio::null()));
     let socket = sandbox.path("run/cofolio.sock");
     let stream = common::machine::until("it listens", || UnixStream::connect(&socket).ok());
     assert_eq!(request(stream, "GET /v1/version HTTP/1.0\r\n\r\n").0, 200);

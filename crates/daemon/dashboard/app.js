@@ -182,14 +182,14 @@ function showStatus() {
   const kind = (count, one, many) =>
     el("span", { class: count ? "some" : "" }, countNode(count), ` ${count === 1 ? one : many}`);
   const { openers, overflows, processes, images, objects, files, mounts } = report.unknown;
-  $("unknown").replaceChildren("Not attributed: ",
-    kind(openers, "unknown opener", "unknown openers"), ", ",
+  $("unknown").replaceChildren("Unknown: ",
+    kind(openers, "opener", "openers"), ", ",
     kind(overflows, "queue overflow", "queue overflows"), ", ",
-    kind(processes, "unread process", "unread processes"), ", ",
-    kind(images, "unread image", "unread images"), ", ",
-    kind(objects, "unread object", "unread objects"), ", ",
-    kind(files, "unread file", "unread files"), ", ",
-    kind(mounts, "unwatched mount", "unwatched mounts"), ".");
+    kind(processes, "process", "processes"), ", ",
+    kind(images, "image", "images"), ", ",
+    kind(objects, "object", "objects"), ", ",
+    kind(files, "opened file", "opened files"), ", ",
+    kind(mounts, "mount", "mounts"), ".");
   const reasons = report.warnings.map((it) => el("li", { "data-foreign": "" }, harmless(it)));
   $("warnings").hidden = !reasons.length;
   // Only if they changed, so that they can be selected and copied.

@@ -124,17 +124,17 @@ impl Api {
             auth.current().check(request.headers())?;
         }
         let path = request.uri().path();
-        let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
-        let methods = methods_at(&parts).ok_or_else(|| nothing_at(path))?;
+        let route = Route::of(path).ok_or_else(|| nothing_at(path))?;
+        let methods = route.methods();
         if !methods.split(", ").any(|method| method == request.method().as_str()) {
             return Ok(not_allowed(methods));
         }
-        check_parameters(request, &parts)?;
-        match &parts[..] {
-            ["v1", "sample" | "reclaim"] if !matches!(peer, Peer::Local) => {
+        route.check_parameters(request)?;
+        match route {
+            Route::Sample | Route::Reclaim if !matches!(peer, Peer::Local) => {
                 Err((StatusCode::FORBIDDEN, "only through the unix socket".to_owned()))
             }
-            ["v1", "reclaim"] => {
+            Route::Reclaim => {
                 let request = reclaim_request(body).await?;
                 let is_dry = request.dry_run;
                 let to_come = self.ask(peer, |begun| Question::Reclaim(request, begun)).await?;
@@ -146,14 +146,14 @@ impl Api {
                 }
                 Ok(json_reply(StatusCode::OK, &reclaimed))
             }
-            ["v1", "sample"] => encoded(self.ask(peer, Question::Sample).await?).await,
-            ["v1", "version"] => {
+            Route::Sample => encoded(self.ask(peer, Question::Sample).await?).await,
+            Route::Version => {
                 let version = env!("CARGO_PKG_VERSION").to_owned();
                 let answer = Version { api: VERSION, cofolio: version, store: self.store.clone() };
                 Ok(json_reply(StatusCode::OK, &answer))
             }
-            ["v1", "report"] => encoded(self.published.report()).await,
-            ["v1", "history"] => {
+            Route::Report => encoded(self.published.report()).await,
+            Route::History => {
                 let value = json!({
                     "interval_seconds": 60,
                     "period_seconds": self.published.period_seconds(),
@@ -161,18 +161,15 @@ impl Api {
                 });
                 Ok(json_reply(StatusCode::OK, &value))
             }
-            ["v1", "sharing"] => self.sharing(request, peer).await,
-            ["v1", "images", domain, image, "files"] => {
-                self.files(request, peer, domain, image).await
-            }
-            ["v1", "objects", domain, object, "users"] => self.users(peer, domain, object).await,
-            ["metrics"] => {
+            Route::Sharing => self.sharing(request, peer).await,
+            Route::Files { domain, image } => self.files(request, peer, domain, image).await,
+            Route::Users { domain, object } => self.users(peer, domain, object).await,
+            Route::Metrics => {
                 let text = self.metrics.encode(&self.published);
                 let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
                 Ok(reply(StatusCode::OK, kind, text))
             }
-            [name] => dashboard::file(name).ok_or_else(|| nothing_at(path)),
-            _ => Err(nothing_at(path)),
+            Route::Page(page) => Ok(page),
         }
     }
 
@@ -254,16 +251,70 @@ impl Api {
     }
 }
 
-/// The methods of a path, as the header `Allow` lists them; `None` if there is nothing at the path.
-fn methods_at(parts: &[&str]) -> Option<&'static str> {
-    match parts {
-        ["v1", "sample" | "reclaim"] => Some("POST"),
-        ["v1", "version" | "report" | "history" | "sharing"]
-        | ["v1", "images", _, _, "files"]
-        | ["v1", "objects", _, _, "users"]
-        | ["metrics"] => Some("GET, HEAD"),
-        [name] => dashboard::file(name).map(|_| "GET, HEAD"),
-        _ => None,
+/// What a path leads to.
+#[derive(Debug)]
+enum Route<'p> {
+    Version,
+    Report,
+    Sample,
+    Reclaim,
+    History,
+    Sharing,
+    Files {
+        domain: &'p str,
+        image: &'p str,
+    },
+    Users {
+        domain: &'p str,
+        object: &'p str,
+    },
+    Metrics,
+    /// A file of the dashboard.
+    Page(Reply),
+}
+
+impl<'p> Route<'p> {
+    /// `None` if there is nothing at the path.
+    fn of(path: &'p str) -> Option<Self> {
+        let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+        Some(match parts[..] {
+            ["v1", "version"] => Self::Version,
+            ["v1", "report"] => Self::Report,
+            ["v1", "sample"] => Self::Sample,
+            ["v1", "reclaim"] => Self::Reclaim,
+            ["v1", "history"] => Self::History,
+            ["v1", "sharing"] => Self::Sharing,
+            ["v1", "images", domain, image, "files"] => Self::Files { domain, image },
+            ["v1", "objects", domain, object, "users"] => Self::Users { domain, object },
+            ["metrics"] => Self::Metrics,
+            [name] => Self::Page(dashboard::file(name)?),
+            _ => return None,
+        })
+    }
+
+    /// As the header `Allow` lists them.
+    fn methods(&self) -> &'static str {
+        match self {
+            Self::Sample | Self::Reclaim => "POST",
+            _ => "GET, HEAD",
+        }
+    }
+
+    /// Refuses a query with a parameter that the API does not have here.
+    fn check_parameters(&self, request: &Head) -> Result<(), Refusal> {
+        let known: &[&str] = match self {
+            Self::Sharing => &["domain"],
+            Self::Files { .. } => &["sort", "limit"],
+            // Whoever scrapes or opens a page may add some.
+            Self::Metrics | Self::Page(_) => return Ok(()),
+            _ => &[],
+        };
+        let query = request.uri().query().unwrap_or_default();
+        let mut names = form_urlencoded::parse(query.as_bytes()).map(|(name, _)| name);
+        match names.find(|name| !known.contains(&&**name)) {
+            Some(name) => Err(bad_request(&format!("there is no parameter {name} here"))),
+            None => Ok(()),
+        }
     }
 }
 
@@ -317,22 +368,6 @@ fn parse_reclaim(body: &[u8]) -> Result<ReclaimRequest, String> {
             false => format!("the body: {error}"),
         }
     })
-}
-
-/// Refuses a query with a parameter that its path of the API does not have.
-fn check_parameters(request: &Head, parts: &[&str]) -> Result<(), Refusal> {
-    let known: &[&str] = match parts {
-        ["v1", "sharing"] => &["domain"],
-        ["v1", "images", _, _, "files"] => &["sort", "limit"],
-        ["v1", ..] => &[],
-        _ => return Ok(()),
-    };
-    let query = request.uri().query().unwrap_or_default();
-    let mut names = form_urlencoded::parse(query.as_bytes()).map(|(name, _)| name);
-    match names.find(|name| !known.contains(&&**name)) {
-        Some(name) => Err(bad_request(&format!("there is no parameter {name} here"))),
-        None => Ok(()),
-    }
 }
 
 /// The first value of a parameter of the query string.

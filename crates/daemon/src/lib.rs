@@ -4,7 +4,7 @@
 //!   clients ──▶ unix socket, authenticated TCP ──▶ http ──▶ api ──▶ the last report (shared)
 //!                    (async, one thread)                └────▶ questions ─▶ ledger thread
 //!                                                                            │
-//!                                            upkeep thread                 Ledger
+//!                                   gc and scrub threads                   Ledger
 //! ```
 //!
 //! This is the only crate with async code, and it does nothing itself: the ledger and upkeep are

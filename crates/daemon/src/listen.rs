@@ -16,7 +16,7 @@ use crate::auth::Auth;
 
 /// What a program without the C library's modules for other sources has to say of a missing group.
 const GROUPS_SEEN: &str = if cfg!(target_env = "musl") {
-    " in /etc/group or known to nscd: this static build asks no other source; use the group's number"
+    " in /etc/group, and nscd knows none: this static build asks no other source; use the group's number"
 } else {
     ""
 };

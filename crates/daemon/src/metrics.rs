@@ -164,10 +164,10 @@ impl Figures {
             ("containers", "Cgroups that use an image", containers.len() as u64),
             ("used_pairs", "Pairs of a mount and a cgroup that are used", self.costs.lists),
             ("used_objects", "Objects used, once for each such pair", self.costs.entries),
-            ("unread_processes", "Processes that could not be read", unknown.processes),
-            ("unreadable_images", "Images that cannot be read", unknown.images),
-            ("unseen_objects", "Objects that could not be looked at", unknown.objects),
-            ("unwatched_mounts", "Mounts whose opened files are not seen", unknown.mounts),
+            ("unknown_processes", "Processes that could not be read", unknown.processes),
+            ("unknown_images", "Images that cannot be read", unknown.images),
+            ("unknown_objects", "Objects that could not be looked at", unknown.objects),
+            ("unknown_mounts", "Mounts whose opened files are not seen", unknown.mounts),
             (
                 "gc_consecutive_failures",
                 "Failed garbage collections since the last success",
@@ -217,8 +217,12 @@ impl Figures {
                 "Opened files of processes whose container is unknown",
                 unknown.openers,
             ),
-            ("unreadable_opens", "Opened files that could not be looked at", unknown.files),
-            ("opens_overflows", "Times that the queue of opened files was full", unknown.overflows),
+            ("unknown_files", "Opened files that could not be looked at", unknown.files),
+            (
+                "unknown_overflows",
+                "Times that the queue of opened files was full",
+                unknown.overflows,
+            ),
         ] {
             single(encoder, name, help, None, &ConstCounter::new(value))?;
         }

@@ -9,7 +9,7 @@ use tokio::runtime::{Builder, Runtime};
 /// Pairs of sockets: more descriptors than a runtime opens.
 const PAIRS: usize = 4;
 
-/// A runtime with one thread, and at most so many more for work that blocks.
+/// A runtime with one thread, and up to `blocking_threads_max` more for work that blocks.
 ///
 /// # Errors
 /// Those of running out of descriptors or threads. tokio panics where it cannot have descriptors

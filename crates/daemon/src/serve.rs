@@ -5,7 +5,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use cofolio_node::ledger::{Ledger, LedgerError, ReclaimPolicy};
@@ -86,8 +86,9 @@ pub enum DaemonError {
     Descriptors(u64),
 }
 
-/// For the connections of all sockets, and what the ledger and upkeep open.
-const DESCRIPTORS_MIN: u64 = 512;
+/// For the connections of a unix socket and a TCP address, the files of one read of fanotify, and
+/// what the ledger and upkeep open: some 600, and the usual limit is the next one above.
+const DESCRIPTORS_MIN: u64 = 1024;
 
 /// Serves until SIGTERM or SIGINT. At SIGHUP takes the settings that `reload` gives and reads the
 /// files of [`Options::auth`] again; if one of these fails, all stays as it was. `log` gets what an
@@ -123,7 +124,8 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
     let id = store.id().to_owned();
     let api = Api { published, questions: questions.clone(), metrics, store: id, lists };
     let auth = ReloadableAuth::new(auth);
-    let server = Server { options: &options, api: Arc::new(api), auth: Arc::new(auth), log };
+    let (api, auth, refused) = (Arc::new(api), Arc::new(auth), Refused::default());
+    let server = Server { options: &options, api, auth, refused, log };
     let broken = Arc::new(Notify::new());
     // If a thread panics, all of it ends: the service's manager starts it again.
     let watched = || OnDrop(|| broken.notify_one());
@@ -258,7 +260,8 @@ impl<F: Fn()> Drop for OnDrop<F> {
 /// How long answers that are on their way may take once the daemon is to end.
 const ENDING_TIME: Duration = Duration::from_secs(5);
 
-/// How often the daemon looks whether its socket file is still there.
+/// How often the daemon looks whether its socket file is still there, and says that it cannot accept
+/// connections.
 const SOCKET_INTERVAL: Duration = Duration::from_secs(5);
 
 /// A task that accepts connections, and their limits.
@@ -269,8 +272,13 @@ struct Server<'s> {
     options: &'s Options,
     api: Arc<Api>,
     auth: Arc<ReloadableAuth>,
+    refused: Refused,
     log: Log<'s>,
 }
+
+/// Why the kernel last refused a connection that waits: no descriptor is free, for one. Taken when
+/// it is said.
+type Refused = Arc<Mutex<Option<io::Error>>>;
 
 impl Server<'_> {
     /// Accepts connections until a signal asks to end, a thread is `broken`, or the socket file is
@@ -304,6 +312,9 @@ impl Server<'_> {
                 }
                 Ok(_) => break Ok(()),
                 Err(_) => {
+                    if let Some(error) = lock(&self.refused).take() {
+                        (self.log)(&format!("cannot accept connections: {error}"));
+                    }
                     let Some((task, file)) = &mut own else { continue };
                     if file.is_in_place() {
                         continue;
@@ -362,17 +373,19 @@ impl Server<'_> {
     /// root's, and those of all others, who cannot keep root out.
     fn accept(&self, listener: Listener) -> io::Result<Accepting> {
         let (api, limits) = (Arc::clone(&self.api), ConnectionLimits::new());
+        let refused = Arc::clone(&self.refused);
         match listener {
             Listener::Unix(unix) => {
                 unix.set_nonblocking(true)?;
                 let (unix, others) = (UnixListener::from_std(unix)?, ConnectionLimits::new());
-                let task = tokio::spawn(accept_unix(unix, api, limits.clone(), others.clone()));
-                Ok((task, vec![limits, others]))
+                let both = [limits, others];
+                let task = tokio::spawn(accept_unix(unix, api, both.clone(), refused));
+                Ok((task, both.into()))
             }
             Listener::Tcp(tcp) => {
                 tcp.set_nonblocking(true)?;
                 let (tcp, auth) = (TcpListener::from_std(tcp)?, Arc::clone(&self.auth));
-                let task = tokio::spawn(accept_tcp(tcp, api, limits.clone(), auth));
+                let task = tokio::spawn(accept_tcp(tcp, api, limits.clone(), auth, refused));
                 Ok((task, vec![limits]))
             }
         }
@@ -399,8 +412,8 @@ fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonErro
 async fn accept_unix(
     listener: UnixListener,
     api: Arc<Api>,
-    of_root: ConnectionLimits,
-    of_others: ConnectionLimits,
+    [of_root, of_others]: [ConnectionLimits; 2],
+    refused: Refused,
 ) {
     loop {
         match listener.accept().await {
@@ -420,7 +433,7 @@ async fn accept_unix(
                     });
                 }
             }
-            Err(_) => pause().await,
+            Err(error) => pause(&refused, error).await,
         }
     }
 }
@@ -430,6 +443,7 @@ async fn accept_tcp(
     api: Arc<Api>,
     limits: ConnectionLimits,
     auth: Arc<ReloadableAuth>,
+    refused: Refused,
 ) {
     while let Some(handshake) = limits.acquire_handshake().await {
         match listener.accept().await {
@@ -437,14 +451,19 @@ async fn accept_tcp(
                 let (api, auth, limits) = (Arc::clone(&api), Arc::clone(&auth), limits.clone());
                 tokio::spawn(http::serve_remote(stream, api, auth, limits, handshake));
             }
-            Err(_) => pause().await,
+            Err(error) => pause(&refused, error).await,
         }
     }
 }
 
 /// Without a free descriptor every try fails at once.
-async fn pause() {
+async fn pause(refused: &Refused, error: io::Error) {
+    *lock(refused) = Some(error);
     tokio::time::sleep(Duration::from_millis(100)).await;
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Tells systemd, if it has started us, how far we are. It waits for a while and says so if it hears
@@ -497,7 +516,8 @@ mod tests {
             let listener = UnixListener::from_std(listener).unwrap();
             let (of_root, of_others) = (ConnectionLimits::new(), ConnectionLimits::new());
             let api = Arc::new(Api::without_ledger());
-            let task = tokio::spawn(accept_unix(listener, api, of_root, of_others));
+            let task =
+                tokio::spawn(accept_unix(listener, api, [of_root, of_others], Refused::default()));
             while !clients.is_finished() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }

@@ -1,6 +1,7 @@
 //! The thread that keeps the ledger up to date and answers questions about it.
 
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
@@ -46,7 +47,7 @@ type Answer<T> = oneshot::Sender<Result<T, LedgerError>>;
 pub(crate) enum Question {
     /// Takes all figures now.
     Sample(Answer<Arc<Encoded>>),
-    /// The first files of an image, at most so many.
+    /// The files of an image, up to a number of them.
     Files(String, Digest, FileOrder, usize, Answer<Option<ImageFiles>>),
     Users(String, Digest, Answer<Option<Users>>),
     Sharing(String, usize, Answer<Option<ResidentSharing>>),
@@ -153,6 +154,7 @@ impl Worker {
         let (mut pace, mut answers) = (Pace::new(0.0, PARTS), Pace::new(ANSWERS_SHARE, [1.0]));
         let (mut due, mut watch_from) = (Due::new(), Instant::now());
         let mut charged = thread_time();
+        let mut failures = Failures::default();
         while !cancel.is_cancelled() {
             let settings = self.settings.read().unwrap_or_else(PoisonError::into_inner);
             pace.share = settings.share;
@@ -180,7 +182,7 @@ impl Worker {
             if let Some((chore, allowance)) = due.next().zip(pace.allowance_of(FIGURES, SLICE_MIN))
             {
                 let worked = self.work_on(chore, &Budget::of(allowance.min(SLICE_MAX)));
-                worked.as_ref().err().into_iter().for_each(failed);
+                failures.note(chore, &worked).into_iter().for_each(failed);
                 // One that failed does not hold up the others.
                 due.worked(chore, worked.unwrap_or(true));
             }
@@ -302,6 +304,24 @@ impl Worker {
     }
 }
 
+/// Why chores fail.
+#[derive(Debug, Default)]
+struct Failures(Vec<(Chore, String)>);
+
+impl Failures {
+    /// The error of a chore that did not fail in the same way when it was worked on last: it may do so
+    /// in every period.
+    fn note<'e, T, E: Display>(&mut self, chore: Chore, worked: &'e Result<T, E>) -> Option<&'e E> {
+        let error = worked.as_ref().err();
+        let is_known = error.is_some_and(|it| self.0.contains(&(chore, it.to_string())));
+        if !is_known {
+            self.0.retain(|(other, _)| *other != chore);
+            self.0.extend(error.map(|it| (chore, it.to_string())));
+        }
+        error.filter(|_| !is_known)
+    }
+}
+
 /// When which chore is due: one after the other, each until it is complete. A round of
 /// [`Chore::Relieve`] may take hours, so it takes turns with the others.
 #[derive(Debug)]
@@ -378,7 +398,7 @@ mod tests {
         assert!(question.is_abandoned());
     }
 
-    /// A chore that fails comes again after the others, so it cannot keep them from their turns.
+    /// A chore that has had its turn comes again after the others, also if it failed.
     #[test]
     fn each_chore_has_its_turn() {
         let mut due = Due::new();
@@ -388,9 +408,25 @@ mod tests {
             chore
         };
         let round = [turn(), turn(), turn(), turn(), turn()];
-        assert_eq!(round.len(), 5);
+        let all =
+            [Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Relieve, Chore::Report];
+        assert_eq!(round, all);
         assert_eq!([turn(), turn(), turn(), turn(), turn()], round);
-        assert!(round.contains(&Chore::Report) && round.contains(&Chore::Refresh));
+    }
+
+    /// One trust domain that could not be listed was a line of the log in every period.
+    #[test]
+    fn a_failure_is_said_once() {
+        let mut failures = Failures::default();
+        let mut note =
+            |chore, worked: Result<(), &'static str>| failures.note(chore, &worked).copied();
+        assert_eq!(note(Chore::Refresh, Err("a")), Some("a"));
+        assert_eq!(note(Chore::Refresh, Err("a")), None);
+        assert_eq!(note(Chore::Processes, Err("a")), Some("a"));
+        assert_eq!(note(Chore::Refresh, Err("b")), Some("b"));
+        assert_eq!(note(Chore::Refresh, Err("b")), None);
+        assert_eq!(note(Chore::Refresh, Ok(())), None);
+        assert_eq!(note(Chore::Refresh, Err("b")), Some("b"));
     }
 
     /// No figure was taken, and no report made, until all was dropped that a round of the policy

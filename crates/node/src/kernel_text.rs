@@ -11,9 +11,18 @@ const LINE_MAX: usize = 64 << 10;
 /// mount.
 const TEXT_MAX: usize = 32 << 20;
 
+/// What most files of `/proc` fit in.
+const USUAL: usize = 4096;
+
 /// Reads a file whole. Paths in it may be any bytes; what we parse is ASCII.
 pub(crate) fn read(path: &Path) -> io::Result<String> {
-    Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned())
+    // `fs::read` asks for the size first, which is 0, and then tries with a few bytes.
+    let mut text = Vec::with_capacity(USUAL);
+    File::open(path)?.take(u64::MAX).read_to_end(&mut text)?;
+    Ok(match String::from_utf8(text) {
+        Ok(text) => text,
+        Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+    })
 }
 
 /// Calls `each` for every line of a file, in bounded memory and for a bounded length. Says whether

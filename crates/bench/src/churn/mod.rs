@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::pack::ImageContents;
 use cofolio_node::{
@@ -30,6 +30,7 @@ use crate::density::{
     variants::{self, Images},
     worker::{Log, Workers},
 };
+use crate::measure::allow_descriptors;
 use crate::place::{Place, PlaceArgs};
 use crate::share;
 use crate::source::Unpacked;
@@ -157,7 +158,9 @@ pub(super) fn run(args: &Args) -> Outcome {
         false => Ok(vec![profile.clone()]),
     });
     let profiles = profiles.collect::<Result<_>>()?;
-    allow_descriptors(if args.short_lived { 1 } else { args.containers })?;
+    // Each container has two ends of a pipe here.
+    let containers = if args.short_lived { 1 } else { args.containers };
+    allow_descriptors(u64::from(containers) * 2)?;
     let signals = Cancellable::begin()?;
     let mut churn = Churn {
         dir,
@@ -269,17 +272,4 @@ impl Churn<'_> {
             &self.dir,
         ))
     }
-}
-
-/// Each container has two ends of a pipe here.
-fn allow_descriptors(containers: u32) -> Result<()> {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let mut limit = getrlimit(Resource::Nofile);
-    let needed = u64::from(containers) * 2 + 256;
-    if limit.current.is_some_and(|current| current < needed) {
-        limit.current = Some(needed);
-        limit.maximum = limit.maximum.map(|maximum| maximum.max(needed));
-        setrlimit(Resource::Nofile, limit).context("cannot raise the limit of descriptors")?;
-    }
-    Ok(())
 }

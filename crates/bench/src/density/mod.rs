@@ -3,6 +3,7 @@
 //! variant are made from a cold start, and the memory of the machine is read before and after.
 
 mod report;
+mod shrinkers;
 pub(crate) mod variants;
 pub(crate) mod worker;
 
@@ -119,6 +120,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         containers: 1,
         stop: signals.cancel.clone(),
     };
+    shrinkers::grow(args.containers)?;
     let wanted = if args.variants.is_empty() { &Variant::ALL[..] } else { &args.variants };
     // Not measured: what the first process of a machine brings in belongs to no variant.
     bench.round(Variant::None, &mut *Variant::None.shape(&dir, &bench.images)?, &dir)?;

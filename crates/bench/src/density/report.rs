@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{Args, Kinds, Round, variants::Variant};
+use super::{Args, Kinds, Round, shrinkers, variants::Variant};
 use crate::goals::Goals;
 use crate::report::memory_cgroup;
 
@@ -12,6 +12,7 @@ pub(super) struct Report {
     images: Vec<String>,
     containers: u32,
     profile_files: usize,
+    nodes: u32,
     rows: Vec<Row>,
     ratios: Vec<Ratio>,
     rounds: Vec<Round>,
@@ -23,7 +24,7 @@ struct Row {
     variant: Variant,
     made_by: &'static str,
     growth: Kinds,
-    /// The same less that of the variant `none`.
+    /// The same less that of the variant `none`, and with the arrays of shrinkers, which are computed.
     over_none: Kinds,
     /// Kernel memory over `none` of each container but the first of each image, which brings in what all
     /// of them share.
@@ -101,7 +102,7 @@ const GOALS: [(Variant, Variant, f64); 6] = [
 
 impl Report {
     pub(super) fn new(images: &[String], args: &Args, rounds: Vec<Round>) -> Self {
-        let containers = i64::from(args.containers);
+        let (containers, nodes) = (i64::from(args.containers), shrinkers::nodes());
         let mut rows: Vec<Row> = Vec::new();
         for variant in [Variant::None].into_iter().chain(Variant::ALL) {
             let own: Vec<&Round> = rounds.iter().filter(|round| round.variant == variant).collect();
@@ -115,7 +116,11 @@ impl Report {
                 let all = median(&own, figure) - median(&none, figure);
                 all / (containers - images.len() as i64).max(1)
             };
-            let kinds = || one.growth.keys().copied();
+            let arrays = shrinkers::bytes(variant, args.containers, nodes);
+            let mut over_none: Kinds =
+                one.growth.keys().map(|kind| (*kind, over(&|round| round.growth[kind]))).collect();
+            *over_none.entry("kernel").or_default() += arrays;
+            over_none.insert("shrinkers", arrays);
             let charged = |round: &Round| round.charged.unwrap_or_default();
             let first_charged = |round: &Round| round.first_charged.unwrap_or_default();
             let seconds =
@@ -123,12 +128,14 @@ impl Report {
             rows.push(Row {
                 variant,
                 made_by: variant.made_by(),
-                growth: kinds()
-                    .map(|kind| (kind, median(&own, &|round| round.growth[kind]) / containers))
+                growth: one
+                    .growth
+                    .keys()
+                    .map(|kind| (*kind, median(&own, &|round| round.growth[kind]) / containers))
                     .collect(),
-                over_none: kinds().map(|kind| (kind, over(&|round| round.growth[kind]))).collect(),
-                further_over_none: further(&|it| it.growth["kernel"] - it.first["kernel"]),
-                held_over_none: over(&|round| round.held["kernel"]),
+                over_none,
+                further_over_none: further(&|it| it.growth["kernel"] - it.first["kernel"]) + arrays,
+                held_over_none: over(&|round| round.held["kernel"]) + arrays,
                 charged_over_none: one.charged.map(|_| over(&charged)),
                 charged_further_over_none: one
                     .charged
@@ -143,7 +150,8 @@ impl Report {
             images: images.to_vec(),
             containers: args.containers,
             profile_files: args.profile_files,
-            ratios: ratios(&rounds),
+            nodes,
+            ratios: ratios(&rounds, args.containers, nodes),
             rows,
             rounds,
         }
@@ -160,12 +168,13 @@ impl Report {
 
     /// As a table for people.
     pub(super) fn table(&self) -> String {
-        const KINDS: [(&str, &str); 9] = [
+        const KINDS: [(&str, &str); 10] = [
             ("slab, reclaimable", "slab_reclaimable"),
             ("unreclaimable", "slab_unreclaimable"),
             ("percpu", "percpu"),
             ("page tables", "page_tables"),
             ("stacks", "kernel_stack"),
+            ("arrays of shrinkers", "shrinkers"),
             ("kernel", "kernel"),
             ("page cache", "page_cache"),
             ("buffers", "buffers"),
@@ -175,7 +184,9 @@ impl Report {
             "{} containers of {} images, {} files each; memory cgroup {}.\n\
              KiB per container, medians of {} rounds: `none` as it is, the others less `none`. So the\n\
              ratios are net of `none`, a container without any mount.\n\
-             - kernel: the five kinds before it\n\
+             - arrays of shrinkers: what the superblocks of this variant cost each cgroup, computed; those of\n\
+             \u{20}\u{20}all that was mounted since the boot are in `none`\n\
+             - kernel: the six kinds before it\n\
              - each further: kernel memory of a container that is not the first of its image\n\
              - held: kernel memory that stays when caches are dropped\n\
              - charged: kernel memory by the cgroups' charge, of all and of each further\n\n|  |",
@@ -188,15 +199,16 @@ impl Report {
         for (title, _) in KINDS {
             text += &format!(" {title} |");
         }
-        text += " each further | held | charged | each further | with `none` |\n|---|";
-        text += &"--:|".repeat(KINDS.len() + 5);
+        text += " each further | held | charged | each further |\n|---|";
+        text += &"--:|".repeat(KINDS.len() + 4);
         let kib = |bytes: i64| format!("{:.1}", bytes as f64 / 1024.0);
         for row in &self.rows {
             let is_none = row.variant == Variant::None;
             let figures = if is_none { &row.growth } else { &row.over_none };
             text += &format!("\n| {} |", row.variant.name());
             for (_, kind) in KINDS {
-                text += &format!(" {} |", kib(figures[kind]));
+                let bytes = figures.get(kind).copied();
+                text += &format!(" {} |", bytes.map_or(String::new(), kib));
             }
             if is_none {
                 text += "  |  |  |  |";
@@ -207,7 +219,6 @@ impl Report {
                 let (further, held) = (kib(row.further_over_none), kib(row.held_over_none));
                 text += &format!(" {further} | {held} | {charged} | {charged_further} |");
             }
-            text += &format!(" {} |", kib(row.growth["kernel"]));
         }
         text += "\n\n| | made by | create | per container | remove | per container | dying cgroups | kernel memory of all |\n";
         text += "|---|---|--:|--:|--:|--:|--:|--:|\n";
@@ -251,31 +262,37 @@ impl Report {
     }
 }
 
-fn ratios(rounds: &[Round]) -> Vec<Ratio> {
+fn ratios(rounds: &[Round], containers: u32, nodes: u32) -> Vec<Ratio> {
     let of = |variant| rounds.iter().filter(move |round| round.variant == variant);
     let pairs = GOALS.iter().filter_map(|&(one, other, goal)| {
         let both: Vec<_> = of(one).zip(of(other)).zip(of(Variant::None)).collect();
-        let spread = |figure: &dyn Fn(&Round) -> Option<i64>| {
+        let spread = |figure: &dyn Fn(&Round) -> Option<i64>, arrays: [i64; 2]| {
             let ratio = |((one, other), none): &((&Round, &Round), &Round)| {
                 let none = figure(none)?;
-                let (one, other) = (figure(one)? - none, figure(other)? - none);
+                let (one, other) =
+                    (figure(one)? - none + arrays[0], figure(other)? - none + arrays[1]);
                 (other > 0).then(|| one as f64 / other as f64)
             };
             Spread::of(both.iter().filter_map(ratio).collect())
         };
+        let all = |variant| i64::from(containers) * shrinkers::bytes(variant, containers, nodes);
+        let arrays = [all(one), all(other)];
+        // No cgroup is charged for the arrays.
+        let charged = |figure: &dyn Fn(&Round) -> Option<i64>| spread(figure, [0; 2]);
+        let grown = |figure: &dyn Fn(&Round) -> Option<i64>| spread(figure, arrays);
         (!both.is_empty()).then(|| Ratio {
             of: one,
             to: other,
             goal,
-            found: spread(&|it| Some(it.growth["kernel"])),
-            found_further: spread(&|it| Some(it.growth["kernel"] - it.first["kernel"])),
-            found_by_charge: spread(&|it| it.charged),
-            found_further_by_charge: spread(&|it| Some(it.charged? - it.first_charged?)),
-            with_pages: spread(&|it| {
+            found: grown(&|it| Some(it.growth["kernel"])),
+            found_further: grown(&|it| Some(it.growth["kernel"] - it.first["kernel"])),
+            found_by_charge: charged(&|it| it.charged),
+            found_further_by_charge: charged(&|it| Some(it.charged? - it.first_charged?)),
+            with_pages: grown(&|it| {
                 const KINDS: [&str; 4] = ["kernel", "page_cache", "buffers", "shmem"];
                 KINDS.iter().map(|kind| it.growth.get(kind)).sum()
             }),
-            held: spread(&|it| it.held.get("kernel").copied()),
+            held: grown(&|it| it.held.get("kernel").copied()),
         })
     });
     pairs.collect()
@@ -342,7 +359,7 @@ mod tests {
             round(Variant::CofolioRo, 452_730, 124_039),
             round(Variant::None, 451_477, 120_377),
         ];
-        let ratios = ratios(&rounds);
+        let ratios = ratios(&rounds, 0, 1);
         let of = |variant| ratios.iter().find(|it| it.of == variant).unwrap();
         let found = of(Variant::Sparse).found.unwrap();
         let shown = [found.least, found.median, found.most].map(|it| format!("{it:.3}"));

@@ -74,6 +74,15 @@ impl Variant {
         self.is_sparse() || matches!(self, Self::CofolioRw | Self::Overlayfs | Self::SuperblockRw)
     }
 
+    /// How many superblocks each container has of its own.
+    pub(super) fn superblocks(self) -> u32 {
+        match self {
+            Self::None | Self::CofolioRo => 0,
+            Self::CofolioRw | Self::Sparse | Self::SparseLooking | Self::Overlayfs => 1,
+            Self::SuperblockRo | Self::SuperblockRw => 2,
+        }
+    }
+
     fn is_sparse(self) -> bool {
         matches!(self, Self::Sparse | Self::SparseLooking)
     }

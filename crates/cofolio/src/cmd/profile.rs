@@ -159,7 +159,7 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
         context.ui.note("the container has ended");
     }
     if lost_opens > 0 {
-        let what = "times the queue of opens was full: files may be missing";
+        let what = "times opened files could not be noted: the profile may be without them";
         context.ui.note(format!("{lost_opens} {what}"));
     }
     context.ui.note(summary(&profile));

@@ -20,7 +20,7 @@ use cofolio_node::container::{
     Container, Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd,
     wait_for,
 };
-use cofolio_node::mount::{Check, Step};
+use cofolio_node::mount::Check;
 use cofolio_node::profile;
 use cofolio_store::task::Cancel;
 use cofolio_sys::process::Fork;
@@ -224,23 +224,18 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
     let mut mounter = context.mounter(&domain);
-    let unrecorded = Cancel::default();
-    let wait = |step| {
-        if step == Step::Recorded && std::io::stdin().read_exact(&mut [0]).is_err() {
-            unrecorded.cancel();
-        }
-    };
-    if args.hold {
-        mounter = mounter.with_steps(&wait);
-    }
     if let Some(work) = &work {
         mounter = mounter.with_task(&work.task);
     }
-    let warm = || {
+    let unrecorded = Cancel::default();
+    let before_start = || {
+        if args.hold && std::io::stdin().read_exact(&mut [0]).is_err() {
+            unrecorded.cancel();
+        }
         unrecorded.check()?;
         args.warm.warm(&domain, &image.digest, context)
     };
-    let containers = Containers::new(mounter).before_start(&warm);
+    let containers = Containers::new(mounter).before_start(&before_start);
     // Leftovers of killed processes. If one cannot be removed, this container starts nevertheless.
     let mut failed = Vec::new();
     containers.reconcile(&mut failed)?;

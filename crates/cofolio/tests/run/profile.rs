@@ -25,6 +25,32 @@ fn recorded(machine: &Machine) -> Vec<String> {
     files.iter().map(|file| file["object"].as_str().unwrap().to_owned()).collect()
 }
 
+/// A container that waits to be recorded had the lock of its image: with the recorder stopped
+/// (Ctrl-Z), no mount of the image came or went.
+#[test]
+fn a_container_that_waits_to_be_recorded_locks_nothing() {
+    let test = "a_container_that_waits_to_be_recorded_locks_nothing";
+    let Some((machine, _)) = machine(test) else { return };
+    let mut command = machine.command(&["run", "--hold", "--name", "it", "box:1", "--", "true"]);
+    let mut held = Killed::start(command.stdin(Stdio::piped()));
+    until("it waits", || {
+        let mounts = machine.run(&["mounts", "--json"]).json();
+        (mounts["mounts"].as_array()?.len() == 1).then_some(())
+    });
+    let target = machine.path("other");
+    fs::create_dir(&target).unwrap();
+    let target = target.to_str().unwrap();
+    for args in [&["mount", "box:1", target][..], &["umount", target]] {
+        let mut other = Killed::start(&mut machine.command(args));
+        let ended = until("another mount of the image", || other.0.try_wait().unwrap());
+        assert!(ended.success(), "{args:?}");
+    }
+    // Its recorder ends.
+    drop(held.0.stdin.take());
+    held.0.wait().unwrap();
+    machine.assert_clean();
+}
+
 #[test]
 fn a_profile_has_what_a_start_opens() {
     let Some((machine, _)) = machine("a_profile_has_what_a_start_opens") else { return };

@@ -1,6 +1,6 @@
 //! Events of mounts and of opened files, which bring the [`State`] up to date as they come.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 use super::record::FirstOpens;
 use super::state::State;
 use super::superblocks::{Found, MountEvents};
-use super::usage::CgroupId;
+use super::usage::{CgroupId, ObjectId};
 use super::{Budget, LedgerError, Result};
 use crate::processes::{self, Device};
 
@@ -78,8 +78,8 @@ impl Events {
         state.unused.note_missed_opens();
     }
 
-    /// To be called again with each refresh.
-    fn watch_mounts(&mut self, state: &State) {
+    /// To be called again with each refresh, before mounts are listed: none may come between.
+    pub(super) fn watch_mounts(&mut self, state: &State) {
         let events = self.mounts.take().map_or_else(MountEvents::new, Ok);
         let watched = events.and_then(|events| events.watch(&state.run).map(|()| events));
         (self.mounts, self.unwatched_mounts) = match watched {
@@ -103,7 +103,7 @@ impl Events {
         self.unmarked
     }
 
-    /// Why mounts or opened files are not seen.
+    /// Why mounts or opened files cannot be watched.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
         let of_mounts = self.unwatched_mounts.as_ref().map(|error| {
             format!("files opened right after a mount may be missed: inotify: {error}")
@@ -116,7 +116,7 @@ impl Events {
     }
 
     /// Watches all superblocks; `is_new` for a queue that watches none.
-    fn mark_all(&mut self, state: &mut State, is_new: bool) {
+    pub(super) fn mark_all(&mut self, state: &mut State, is_new: bool) {
         if let Some(opens) = &self.opens {
             self.unmarked = state.superblocks.mark_all(&state.root, opens, is_new);
         } else if self.refused.is_some() {
@@ -131,47 +131,28 @@ impl Events {
         }
     }
 
-    /// Takes up images and mounts that came, and drops those that went, and watches the mounts.
-    /// Says whether all new images were taken up, and gives the error of listing them.
-    pub(super) fn refresh(&mut self, state: &mut State, budget: &Budget) -> (bool, Result<()>) {
-        let (is_complete, listed, forgotten) = state.refresh_images(budget);
-        self.first_opens.iter_mut().for_each(|it| it.forget(&forgotten));
-        if self.opens.is_some() {
-            self.watch_mounts(state);
-        }
-        state.refresh_users();
-        self.mark_all(state, false);
-        state.reparent_ended();
-        (is_complete, listed.map_err(LedgerError::from))
+    /// Forgets objects that went, whose numbers new ones may have.
+    pub(super) fn forget(&mut self, objects: &HashSet<ObjectId>) {
+        self.first_opens.iter_mut().for_each(|it| it.forget(objects));
     }
 
-    /// See [`Ledger::take_opens`](super::Ledger::take_opens).
-    pub(super) fn take(&mut self, state: &mut State, budget: &Budget) -> Result<()> {
-        let is_empty = self.take_all(state, budget)?;
-        if std::mem::take(&mut self.has_lost_mounts) {
-            // Now that the queue has been read: this drops the mounts that went. A directory that
-            // cannot be listed is reported by the next refresh.
-            let _ = self.refresh(state, budget);
-            state.note_missed_opens();
-        } else if is_empty {
-            let changes = state.superblocks.drop_gone(&state.run);
-            state.forget_mounts(&changes);
-        }
-        Ok(())
+    /// Whether the kernel has dropped events of mounts since this was asked last.
+    pub(super) fn take_lost_mounts(&mut self) -> bool {
+        std::mem::take(&mut self.has_lost_mounts)
     }
 
     /// Once the slice of processor time is spent, takes events and begins another slice: for long
-    /// work between its steps. Unlike [`Events::take`] it forgets no image, so objects keep their
-    /// numbers. An error comes again there.
+    /// work between its steps. Unlike [`Ledger::take_opens`](super::Ledger::take_opens) it forgets no
+    /// image, so objects keep their numbers. An error comes again there.
     pub(super) fn take_between(&mut self, state: &mut State, slice: &mut Budget) {
         if slice.is_spent() {
-            let _ = self.take_all(state, &Budget::of(SLICE));
+            let _ = self.take(state, &Budget::of(SLICE));
             *slice = Budget::of(SLICE);
         }
     }
 
     /// Takes up mounts that came, and notes opened files. Says whether none are left.
-    fn take_all(&mut self, state: &mut State, budget: &Budget) -> Result<bool> {
+    pub(super) fn take(&mut self, state: &mut State, budget: &Budget) -> Result<bool> {
         if self.opens.is_none() {
             return Ok(true);
         }

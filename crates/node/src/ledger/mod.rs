@@ -182,7 +182,17 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Io`] if the queue cannot be read.
     pub fn take_opens(&mut self, budget: &Budget) -> Result<()> {
-        self.events.take(&mut self.state, budget)
+        let is_empty = self.events.take(&mut self.state, budget)?;
+        if self.events.take_lost_mounts() {
+            // Now that the queue has been read: this drops the mounts that went. A directory that
+            // cannot be listed is reported by the next refresh.
+            let _ = self.take_up(budget);
+            self.state.note_missed_opens();
+        } else if is_empty {
+            let changes = self.state.superblocks.drop_gone(&self.state.run);
+            self.state.forget_mounts(&changes);
+        }
+        Ok(())
     }
 
     /// Takes up images and mounts that came, and drops those that went. Says whether all new images
@@ -192,8 +202,23 @@ impl Ledger {
     /// [`LedgerError::Store`] where the store's directories cannot be listed, once all else is
     /// done.
     pub fn refresh(&mut self, budget: &Budget) -> Result<bool> {
-        let (is_complete, listed) = self.events.refresh(&mut self.state, budget);
+        let (is_complete, listed) = self.take_up(budget);
         listed.map(|()| is_complete)
+    }
+
+    /// See [`Ledger::refresh`]. Also says whether all new images were taken up where others cannot
+    /// be listed.
+    fn take_up(&mut self, budget: &Budget) -> (bool, Result<()>) {
+        let Self { state, events, .. } = self;
+        let (is_complete, listed, forgotten) = state.refresh_images(budget);
+        events.forget(&forgotten);
+        if events.opens().is_some() {
+            events.watch_mounts(state);
+        }
+        state.refresh_users();
+        events.mark_all(state, false);
+        state.reparent_ended();
+        (is_complete, listed.map_err(LedgerError::from))
     }
 
     /// Looks what processes map. Says whether a round over all is complete.
@@ -221,7 +246,7 @@ impl Ledger {
         // A refresh drops the mounts that went.
         self.take_opens(&Budget::UNLIMITED)?;
         // Until no image is new: those that cannot be read are tried again and again.
-        while !self.events.refresh(&mut self.state, &Budget::of(REFRESH_SLICE)).0
+        while !self.take_up(&Budget::of(REFRESH_SLICE)).0
             && known.replace(self.state.index.known_images())
                 != Some(self.state.index.known_images())
         {
@@ -344,9 +369,10 @@ impl Ledger {
         self.events.recorded(&self.state)
     }
 
-    /// Events that were lost because there were too many of them.
+    /// How often opened files were not noted: the queue was full, or a file could not be looked at.
     pub fn lost_opens(&self) -> u64 {
-        self.state.unknown.count.overflows
+        let count = &self.state.unknown.count;
+        count.overflows + count.files
     }
 }
 

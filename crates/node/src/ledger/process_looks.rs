@@ -41,9 +41,9 @@ impl ProcessLooks {
             let path = state.root.join("proc");
             self.left = processes::all(&state.root).map_err(LedgerError::io(path))?;
             self.rounds.begin(state.now());
-            let is_blind = !processes::are_all_visible(&state.root);
-            state.unknown.set_blind(is_blind, state.now());
-            if is_blind {
+            let are_hidden = !processes::are_all_visible(&state.root);
+            state.unknown.set_hidden(are_hidden, state.now());
+            if are_hidden {
                 self.rounds.add_unseen(|| HIDDEN.to_owned());
                 state.unused.note_missed_opens();
             }

@@ -26,8 +26,8 @@ const UNKNOWN_BYTES: usize = (size_of::<(SuperblockId, ObjectId, u32)>() + 1) * 
 pub(super) struct UnknownUsers {
     /// Whether opened files are watched now.
     is_watched: bool,
-    /// Whether this process cannot see all processes.
-    is_blind: bool,
+    /// Whether processes are hidden from this one.
+    are_hidden: bool,
     /// When somebody unknown used an object last.
     unknown: HashMap<(SuperblockId, ObjectId), u32>,
     /// When it was last noticed that users were missed.
@@ -48,12 +48,12 @@ impl UnknownUsers {
         self.note_missed(now);
     }
 
-    /// While this process cannot see all others, any of these may use any object.
-    pub(super) fn set_blind(&mut self, is_blind: bool, now: u32) {
-        if is_blind || self.is_blind {
+    /// While processes are hidden from this one, any of these may use any object.
+    pub(super) fn set_hidden(&mut self, are_hidden: bool, now: u32) {
+        if are_hidden || self.are_hidden {
             self.note_missed(now);
         }
-        self.is_blind = is_blind;
+        self.are_hidden = are_hidden;
     }
 
     /// Somebody unknown uses an object. False if there are too many of these: then all are
@@ -87,7 +87,7 @@ impl UnknownUsers {
     /// When users were last missed, if that was within the last hour. From the end of one watch to
     /// the next one they are missed all the time.
     pub(super) fn missed(&self, now: u32) -> Option<u32> {
-        let is_missing = !self.is_watched || self.is_blind;
+        let is_missing = !self.is_watched || self.are_hidden;
         let missed = if is_missing { self.missed.map(|_| now) } else { self.missed };
         missed.filter(|time| is_new(*time, now))
     }
@@ -172,10 +172,10 @@ mod tests {
     fn hidden_processes_are_missed_all_the_time() {
         let mut unknown = UnknownUsers::default();
         unknown.begin_watch(1);
-        unknown.set_blind(true, 1);
+        unknown.set_hidden(true, 1);
         let later = 2 * UNKNOWN_TICKS;
         assert_eq!(unknown.missed(later), Some(later));
-        unknown.set_blind(false, later);
+        unknown.set_hidden(false, later);
         assert_eq!(unknown.missed(later + UNKNOWN_TICKS - 1), Some(later));
         assert_eq!(unknown.missed(later + UNKNOWN_TICKS), None);
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::cgroup_ids::CgroupIds;
 use super::shares::Shares;
-use super::usage::{CgroupId, Count, SuperblockId, Usage, UsageLists};
+use super::usage::{CgroupId, Count, SHARDS, SuperblockId, Usage, UsageLists};
 use super::{Machine, UsageCost};
 use crate::cgroup::{self, Hierarchy};
 
@@ -37,7 +37,7 @@ pub(super) struct Uses {
 
 impl Uses {
     pub(super) fn new(root: &Path, hierarchy: Option<&Hierarchy>) -> Self {
-        let (lists, bytes_max) = (UsageLists::new(16), bytes_max(root, hierarchy));
+        let (lists, bytes_max) = (UsageLists::new(SHARDS), bytes_max(root, hierarchy));
         Self { lists, bytes_max, shares: None }
     }
 

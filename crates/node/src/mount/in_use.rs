@@ -269,10 +269,10 @@ pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
 
 /// Copies of a mount with writable directories that the kernel detaches with it.
 ///
-/// The kernel takes what is mounted on a mount from its copies as well, as far as they exchange
-/// mount events: whatever is mounted on these directories there. It takes the copy itself only where
-/// that is mounted at the same place, by such an exchange, and nothing else is mounted on it. A bind
-/// mount elsewhere, and the root of a container, stay.
+/// An unmount propagates to copies that are its peers or slaves (mount_namespaces(7)): whatever is
+/// mounted on these directories there goes. A copy itself goes only where it has come to the same
+/// place by propagation, and nothing else is mounted on it. A bind mount elsewhere, and the root of a
+/// container, stay.
 pub(super) struct Copies {
     mount: KernelMount,
     place: Option<Place>,
@@ -285,7 +285,7 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    /// `None` for a mount that exchanges no events.
+    /// `None` for a mount in no peer group.
     pub(super) fn of(mounts: &[KernelMount], mount: &KernelMount, upper: &Upper) -> Option<Self> {
         let device = upper.device.filter(|_| !mount.groups.is_empty())?;
         let dirs = upper.dirs.iter().map(|dir| mount.root.join(below(dir))).collect();
@@ -359,7 +359,7 @@ impl Copies {
 /// The directory that a mount covers: a filesystem and a path there.
 type Place = ((u32, u32), PathBuf);
 
-/// The place of a mount, if the mount below it exchanges mount events.
+/// The place of a mount, if the mount below it is in a peer group.
 fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<Place> {
     let below = mounts.iter().find(|it| it.id == mount.parent && !it.groups.is_empty())?;
     Some((below.device, below.root.join(mount.target.strip_prefix(&below.target).ok()?)))

@@ -119,7 +119,7 @@ impl Context {
     }
 }
 
-/// A detached copy of the mount at `path`, without submounts, that exchanges no mount events with
+/// A detached copy of the mount at `path`, without submounts, that is in no peer group of
 /// the original. A copy in a shared peer group would show a container's mounts in all its siblings.
 pub(crate) fn clone_mount(
     dir: impl AsFd,

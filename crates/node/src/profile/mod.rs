@@ -343,7 +343,7 @@ impl<'d> Recorder<'d> {
         Ok(self.ledger.take_opens(&Budget::UNLIMITED)?)
     }
 
-    /// The profile, and how many events were lost because there were too many.
+    /// The profile, and how often opened files were not noted.
     ///
     /// # Errors
     /// [`ProfileError::Ledger`], [`ProfileError::Store`].

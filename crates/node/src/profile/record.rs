@@ -48,7 +48,7 @@ pub enum Subject {
 pub struct Recorded {
     /// The profile.
     pub profile: Profile,
-    /// Events that were lost because there were too many.
+    /// How often opened files were not noted: the profile may be without them.
     pub lost_opens: u64,
     /// Whether a [`Subject::Running`] has ended meanwhile. Then its writes are not recorded.
     pub has_ended: bool,

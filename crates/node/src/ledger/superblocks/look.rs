@@ -39,8 +39,8 @@ pub(super) struct Look {
     /// Why something had to be left out, if so.
     pub(super) left_out: Option<&'static str>,
     seeing: Option<Seeing>,
-    /// Whether what it sees could not be read: it is not tried again.
-    is_blind: bool,
+    /// Whether the mounts that it sees could not be read: they are not tried again.
+    has_failed: bool,
 }
 
 impl Look {
@@ -51,7 +51,7 @@ impl Look {
             steps_left: STEPS_OF_A_LOOK,
             left_out: None,
             seeing: None,
-            is_blind: false,
+            has_failed: false,
         }
     }
 
@@ -73,11 +73,11 @@ impl Look {
     /// What the process sees. `None` if that cannot be said: then it has ended, or the look is not
     /// whole.
     pub(super) fn shown<'n>(&mut self, namespaces: &'n mut Namespaces) -> Option<&'n mut Shown> {
-        if self.is_blind {
+        if self.has_failed {
             return None;
         }
         let shown = namespaces.of(&self.root, self.pid, &mut self.seeing);
-        self.is_blind = shown.is_err();
+        self.has_failed = shown.is_err();
         let why = match &shown {
             Ok(shown) => (!shown.is_whole).then_some("it sees too many mounts"),
             Err(error) => (!processes::has_ended(error)).then_some("its mounts cannot be read"),

@@ -95,6 +95,9 @@ impl Sum for Count {
     }
 }
 
+/// Shards of the ledger's own lists.
+pub const SHARDS: usize = 16;
+
 /// The lists of all pairs. See the [module](self).
 #[derive(Debug)]
 pub struct UsageLists {

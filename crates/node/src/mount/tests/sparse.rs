@@ -331,7 +331,7 @@ fn copies_keep_their_writable_directories() {
     assert!(!unmounted.in_use, "{unmounted:?}");
     end();
 
-    // A copy that exchanges no events keeps everything.
+    // A private copy keeps everything.
     mounter.mount(&request).unwrap();
     fs::write(target.join("sub/new"), "new").unwrap();
     let user = in_use::user(in_use::Kind::Namespace, &fixture, target);
