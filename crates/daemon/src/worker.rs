@@ -22,9 +22,10 @@ use crate::serve::Settings;
 
 /// How long the thread sleeps at most, and at least between two chores that need processor time.
 const TICK: Duration = Duration::from_millis(100);
-/// How long opened files wait in the kernel's queue at most. They keep their mount busy there, and
-/// unmounting waits half a second for such passing users.
-const OPENS_WAIT: Duration = Duration::from_millis(50);
+/// How long opened files wait in the kernel's queue when their part of the processor time is spent.
+/// Many at once take less. They keep their mount busy there, and unmounting waits half a second for
+/// such passing users.
+const OPENS_WAIT: Duration = Duration::from_millis(100);
 /// Processor time that a chore takes at once at most, if it can be divided.
 const SLICE_MAX: Duration = Duration::from_millis(5);
 /// Processor time that there must be for a chore. In slices of 0.15 ms, a look at all processes and
