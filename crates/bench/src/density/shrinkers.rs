@@ -1,10 +1,10 @@
 //! The kernel's arrays of shrinkers: the cost of a superblock for each memory cgroup.
 //!
-//! Each superblock has a shrinker, and each memory cgroup has room for all shrinkers on each NUMA node,
-//! whether or not it uses the superblock: 520 bytes for 64 of them (`shrinker_info_unit`,
-//! `mm/shrinker.c`, Linux 6.8; a bit and a counter for each before). The arrays never shrink, and the
-//! cgroups are not charged for them. So they do not show in what a variant takes more than `none`,
-//! which runs after the first variant that needs them, and are computed here.
+//! Each superblock has a shrinker, and each memory cgroup has room for all shrinkers on each NUMA
+//! node, whether or not it uses the superblock: 520 bytes for 64 of them (`shrinker_info_unit`,
+//! `mm/shrinker.c` of Linux 6.18). The arrays never shrink, and the cgroups are not charged for them.
+//! So they do not show in what a variant takes more than `none`, which runs after the first variant
+//! that needs them, and are computed here.
 
 use std::fs;
 

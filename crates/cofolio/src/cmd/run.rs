@@ -99,7 +99,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "detach")]
     rm: bool,
     /// For `profile record`, with a socket as standard input: with the root mounted, wait for a
-    /// byte before anything in it is opened; end the container with the socket; when it has ended,
+    /// byte before the container starts; end the container with the socket; when it has ended,
     /// write there in which directories it has made changes, and wait for another byte before the
     /// root is unmounted
     #[arg(long, hide = true, conflicts_with_all = ["detach", "interactive", "tty"])]

@@ -99,7 +99,7 @@ fn record_new(
     let answer = std::thread::spawn(move || io::read_to_string(answer));
     let recorded = (|| {
         wait_for_mount(&mut child, mounter, name, task)?;
-        // Its superblock is there, and it has opened no file.
+        // Its superblock is there, and it cannot open a file yet.
         let run = mounter.run_dir().clone();
         let mut recorder = Recorder::begin(mounter.domain(), run, image, name)?;
         // It may have ended: then there is something to say about that.
