@@ -305,7 +305,7 @@ impl<'p> Route<'p> {
         let known: &[&str] = match self {
             Self::Sharing => &["domain"],
             Self::Files { .. } => &["sort", "limit"],
-            // Whoever scrapes or opens a page may add some.
+            // Scrapers and browsers may add parameters of their own.
             Self::Metrics | Self::Page(_) => return Ok(()),
             _ => &[],
         };

@@ -3,8 +3,8 @@
 //! Each superblock has a shrinker, and each memory cgroup has room for all shrinkers on each NUMA
 //! node, whether or not it uses the superblock: 520 bytes for 64 of them (`shrinker_info_unit`,
 //! `mm/shrinker.c` of Linux 6.18). The arrays never shrink, and the cgroups are not charged for them.
-//! So they do not show in what a variant takes more than `none`, which runs after the first variant
-//! that needs them, and are computed here.
+//! `none` runs after the variants and has these arrays, too. So the difference between a variant and
+//! `none` does not show them, and they are computed here.
 
 use std::fs;
 
@@ -54,9 +54,9 @@ pub(super) fn grow(containers: u32) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// 1,000 containers with an overlay each took 16 KiB more of each cgroup, which was taken off with
-    /// `none`. The first round after a boot, where `none` came last, had a sparse one 0.119 of
-    /// overlayfs, and a read-only one less than nothing.
+    /// An overlay for each of 1,000 containers costs each cgroup 16 KiB, which were taken off with
+    /// `none`. In the first round after a boot a sparse container took 0.119 of overlayfs, and a
+    /// read-only one less than nothing.
     #[test]
     fn each_superblock_costs_each_cgroup() {
         assert_eq!(bytes(Variant::Overlayfs, 1000, 1), 16_000);

@@ -219,7 +219,7 @@ impl<'a> Container<'a> {
         loop {
             self.host.go_on()?;
             ensure!(self.is_alive()?, "{} has ended: {}", self.what(), self.said());
-            // An error is no answer yet: who ends loses its namespaces before it leaves its cgroup.
+            // An error is no answer yet: a process that ends loses its namespaces before its cgroup.
             let answer = self.in_its_network(connect);
             if matches!(answer, Ok(true)) {
                 return Ok(());

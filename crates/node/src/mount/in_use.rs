@@ -269,8 +269,8 @@ pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
 
 /// Copies of a mount with writable directories that the kernel detaches with it.
 ///
-/// An unmount propagates to copies that are its peers or slaves (mount_namespaces(7)): whatever is
-/// mounted on these directories there goes. A copy itself goes only where it has come to the same
+/// An unmount propagates to copies that are its peers or slaves (mount_namespaces(7)): mounts on these
+/// directories go there as well. A copy itself goes only where it has come to the same
 /// place by propagation, and nothing else is mounted on it. A bind mount elsewhere, and the root of a
 /// container, stay.
 pub(super) struct Copies {

@@ -119,8 +119,8 @@ impl Context {
     }
 }
 
-/// A detached copy of the mount at `path`, without submounts, that is in no peer group of
-/// the original. A copy in a shared peer group would show a container's mounts in all its siblings.
+/// A detached copy of the mount at `path`, without submounts and outside the original's
+/// peer group. A copy in a shared peer group would show a container's mounts in all its siblings.
 pub(crate) fn clone_mount(
     dir: impl AsFd,
     path: &Path,
