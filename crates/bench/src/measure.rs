@@ -405,7 +405,9 @@ pub(super) fn allow_descriptors(count: u64) -> Result<()> {
     if limit.current.is_some_and(|current| current < needed) {
         limit.current = Some(needed);
         limit.maximum = limit.maximum.map(|maximum| maximum.max(needed));
-        setrlimit(Resource::Nofile, limit).context("cannot raise the limit of descriptors")?;
+        setrlimit(Resource::Nofile, limit).with_context(|| {
+            format!("cannot raise the limit of open files (`ulimit -n`) to the needed {needed}")
+        })?;
     }
     Ok(())
 }

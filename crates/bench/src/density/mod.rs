@@ -120,7 +120,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         containers: 1,
         stop: signals.cancel.clone(),
     };
-    shrinkers::grow(args.containers)?;
+    shrinkers::grow(args.containers, &dir)?;
     let wanted = if args.variants.is_empty() { &Variant::ALL[..] } else { &args.variants };
     // Not measured: what the first process of a machine brings in belongs to no variant.
     bench.round(Variant::None, &mut *Variant::None.shape(&dir, &bench.images)?, &dir)?;

@@ -6,11 +6,12 @@
 //! `none` runs after the variants and has these arrays, too. So the difference between a variant and
 //! `none` does not show them, and they are computed here.
 
-use std::fs;
+use std::path::Path;
+use std::{fs, io, thread};
 
 use anyhow::{Context as _, Result};
-use rustix::fd::OwnedFd;
-use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
+use cofolio_sys::mount::unshare_mount_namespace;
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 use super::variants::Variant;
 
@@ -34,20 +35,27 @@ pub(super) fn nodes() -> u32 {
     u32::try_from(nodes).unwrap_or(1).max(1)
 }
 
-/// Makes as many superblocks as any variant has at once, and drops them: from now on the arrays of each
-/// cgroup are so large, whichever variant comes first.
-pub(super) fn grow(containers: u32) -> Result<()> {
+/// Makes as many superblocks as any variant has at once, over `dir` in a mount namespace of their own,
+/// and drops them: from now on the arrays of each cgroup are so large, whichever variant comes first.
+pub(super) fn grow(containers: u32, dir: &Path) -> Result<()> {
     let most = Variant::ALL.iter().map(|it| it.superblocks()).max().unwrap_or(0);
     // And those that are the images'.
     let count = most * containers + u32::try_from(UNIT)?;
-    crate::measure::allow_descriptors(count.into())?;
-    let superblock = || -> rustix::io::Result<OwnedFd> {
-        let filesystem = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-        fsconfig_create(&filesystem)?;
-        fsmount(&filesystem, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())
+    let tmpfs = |at: &Path| mount("none", at, "tmpfs", MountFlags::empty(), None);
+    let make = || -> io::Result<()> {
+        unshare_mount_namespace()?;
+        tmpfs(dir)?;
+        for number in 0..count {
+            let at = dir.join(number.to_string());
+            fs::create_dir(&at)?;
+            tmpfs(&at)?;
+        }
+        Ok(unmount(dir, UnmountFlags::DETACH)?)
     };
-    let made: rustix::io::Result<Vec<_>> = (0..count).map(|_| superblock()).collect();
-    made.map(drop).context("cannot make an empty tmpfs")
+    // The namespace ends with the thread.
+    let made = thread::scope(|scope| scope.spawn(make).join());
+    let made = made.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    made.with_context(|| format!("cannot mount {count} empty tmpfs"))
 }
 
 #[cfg(test)]
