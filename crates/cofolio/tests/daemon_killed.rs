@@ -355,8 +355,8 @@ fn start(sandbox: &Sandbox, does_upkeep: bool, log: &Path) -> Child {
 }
 
 fn entries(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    entries.map(|entry| entry.file_name().into_string().unwrap()).collect()
+    let entries = fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
 /// Without containers nothing is left: no mount, no file, no process.
@@ -523,7 +523,9 @@ fn kill_daemons(soak: &Soak, kills: u64, rng: &mut Rng, is_well: &dyn Fn() -> bo
         *said.entry(line.to_owned()).or_default() += 1;
     }
     println!("the daemons said: {said:#?}");
-    assert!(said.keys().all(|line| line.contains("listening at")), "a daemon had trouble");
+    let is_start =
+        |line: &String| line.trim_start_matches("cofolio: ").starts_with("listening at ");
+    assert!(said.keys().all(is_start), "a daemon had trouble");
     // A killed daemon may have a file open that a container has just opened: one in 450 kills was seen
     // beside other work on the machine, none in 1,000 without.
     let busy = soak.busy.load(Ordering::Relaxed);

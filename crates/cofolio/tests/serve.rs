@@ -606,6 +606,13 @@ fn a_daemon_without_time_keeps_no_mount_busy() {
         }
         sandbox.run(&["umount", &target]).ok();
     }
+    // It did watch.
+    sandbox.run(&["mount", "tree", &target]).ok();
+    std::fs::read(Path::new(&target).join("big")).unwrap();
+    let report = daemon.sample();
+    assert_ne!(report["images"][0]["used_bytes"], 0, "{report}");
+    assert_eq!(report["unknown"]["overflows"], 0);
+    sandbox.run(&["umount", &target]).ok();
 }
 
 /// A container that opened some thousand files a second took all the time that the ledger had. No look

@@ -20,7 +20,7 @@ use crate::pace::Pace;
 use crate::published::{Costs, Encoded, Published};
 use crate::serve::Settings;
 
-/// How long the thread sleeps at most, and at least between two chores that need processor time.
+/// The longest sleep, and the pause after which a thread that has spent its budget looks again.
 const TICK: Duration = Duration::from_millis(100);
 /// How long opened files wait in the kernel's queue when their part of the processor time is spent.
 /// Many at once take less. They keep their mount busy there, and unmounting waits half a second for

@@ -1,6 +1,9 @@
-//! Reading a file without a change to the page cache.
+//! Reading files without a change to the page cache.
 
-use cofolio_store::StoredFile;
+use std::collections::BTreeMap;
+
+use cofolio_image::pack::ImageContents;
+use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, StoredFile};
 use cofolio_sys::cache;
 use rustix::fs::{Advice, fadvise};
 
@@ -16,4 +19,19 @@ pub(crate) fn leave_cache<T>(file: &StoredFile, read: impl FnOnce() -> T) -> T {
         let _ = fadvise(file, 0, None, Advice::DontNeed);
     }
     done
+}
+
+/// The objects that an image names, with their sizes.
+///
+/// # Errors
+/// Those of [`Domain::open_image`]; [`Error::Unreadable`].
+pub(crate) fn named_objects(
+    domain: &Domain,
+    image: &Digest,
+) -> Result<BTreeMap<Digest, u64>, Error> {
+    let (file, mut objects) = (domain.open_image(image)?, BTreeMap::new());
+    let visit = &mut |object, size| _ = objects.insert(object, size);
+    leave_cache(&file, || ImageContents.names(FileKind::Image, &file, visit))
+        .map_err(|source| Error::Unreadable { what: format!("image {image}"), source })?;
+    Ok(objects)
 }

@@ -151,7 +151,7 @@ impl Hierarchy {
 
     /// What a cgroup may hold before the kernel reclaims from it, in bytes: the lowest limit of it
     /// and those above it, if any has one.
-    pub(crate) fn limit_bytes(&self, cgroup: &str) -> Option<u64> {
+    pub(crate) fn effective_limit_bytes(&self, cgroup: &str) -> Option<u64> {
         let files: &[&str] = match self.version {
             Version::V1 => &["memory.limit_in_bytes"],
             Version::V2 => &["memory.high", "memory.max"],
@@ -186,7 +186,7 @@ impl Hierarchy {
 
     /// A cgroup at the top of the hierarchy that stays, if it exists.
     pub(crate) fn existing(&self, name: &str) -> Option<Cgroup> {
-        let path = self.mount.join(name);
+        let path = self.directory(name);
         path.is_dir().then(|| Cgroup { hierarchy: self.clone(), path, stays: true })
     }
 
@@ -251,7 +251,7 @@ impl Hierarchy {
     /// # Errors
     /// [`CgroupError::Io`] when the kernel refuses, for instance because a process is in it.
     pub fn remove(&self, name: &str) -> Result<()> {
-        let path = self.mount.join(name);
+        let path = self.directory(name);
         match fs::remove_dir(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(CgroupError::io(path)(error))

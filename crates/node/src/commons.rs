@@ -14,12 +14,13 @@ use cofolio_store::{Digest, Domain, Error};
 use cofolio_sys::cache::page_size;
 use serde::Serialize;
 
+use crate::cache::named_objects;
 use crate::cgroup::{Cgroup, CgroupError, ChargedPages, Hierarchy};
 use crate::config::{COMMONS_LIMIT_MIN, Size};
 use crate::ledger::LedgerError;
 use crate::mount::RunDir;
 use crate::page_files::{PageFiles, read_ahead};
-use crate::profile::{self, Profile, ProfileFile};
+use crate::profile::{Profile, ProfileFile};
 
 /// What reading ahead has done. Sizes are bytes of whole pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -134,7 +135,7 @@ impl Commons {
         let files = match profile {
             Some(profile) => &profile.files,
             None => {
-                let objects = profile::objects(domain, image)?.into_iter();
+                let objects = named_objects(domain, image)?.into_iter();
                 let all = |(object, size)| ProfileFile { object, ranges: vec![(0, size)] };
                 whole = objects.map(all).collect();
                 &whole

@@ -1,6 +1,7 @@
 //! What a start of an image reads: `profiles/<digest>`, text whose meaning is not the store's.
 //!
-//! It is a hint: not synced, and it goes with its image.
+//! It goes with its image. A power cut leaves the one before or the new one: what a container may
+//! write can depend on it.
 
 use std::io;
 
@@ -26,7 +27,7 @@ impl Domain {
         self.open_image(image)?;
         let path = self.profile_file(image);
         mkdir_if_missing(self.disk(), parent(&path))?;
-        self.store().replace_file(&path, profile, false)
+        self.store().replace_file(&path, profile, true)
     }
 
     /// The profile of an image, if there is one.

@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::cmd::Outcome;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
-use crate::ui::{human_size, printable};
+use crate::ui::{human_size, plural, printable};
 
 /// Record which parts of an image a start reads, and where it writes
 ///
@@ -159,8 +159,8 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
         context.ui.note("the container has ended");
     }
     if lost_opens > 0 {
-        let what = "times opened files could not be noted: the profile may be without them";
-        context.ui.note(format!("{lost_opens} {what}"));
+        let lost = plural(lost_opens, "event");
+        context.ui.note(format!("{lost} of opened files lost: the profile may be incomplete"));
     }
     context.ui.note(summary(&profile));
     if let Some(dirs) = &profile.written {

@@ -71,7 +71,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if reclaimed.unsure_objects > 0 {
         let unsure = plural(reclaimed.unsure_objects, "skipped object");
         context.ui.note(format!(
-            "nobody knows whether others have opened {unsure} in the last hour: --shared drops them"
+            "{unsure} may be in use: openers were missed or unknown in the last hour (--shared drops \
+             them)"
         ));
     }
     if !source.is_daemon() {
@@ -99,7 +100,7 @@ fn sentence(reclaimed: &Reclaimed) -> String {
     }
     if reclaimed.unread_processes > 0 {
         let unread = reclaimed.unread_processes;
-        said.push_str(&format!("; processes that were not looked at in whole: {unread}"));
+        said.push_str(&format!("; processes that were looked at only in part: {unread}"));
     }
     said
 }

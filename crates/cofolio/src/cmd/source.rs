@@ -66,7 +66,9 @@ impl Source {
             }
             (Err(error), _) if is_there(error) => {
                 let why = with_causes(error);
-                context.ui.note(format!("the daemon does not answer ({why}): looking without it"));
+                context.ui.note(format!(
+                    "the daemon does not answer ({why}): these figures are this command's own"
+                ));
             }
             (Err(_), _) => {}
         }

@@ -45,6 +45,9 @@ ACTIVE = """(() => {
   return `${name}|${getComputedStyle(node).outlineStyle}`;
 })()"""
 VOID = {"meta", "link", "input", "img", "br"}
+TOTALS = ["saved_bytes", "resident_bytes", "used_bytes", "shared_bytes", "metadata_bytes"]
+# Numbers of the API that the page does not show.
+NOT_SHOWN = {"images-table": {"commons_bytes"}, "domains-table": {"commons_bytes"}}
 
 
 class Node:
@@ -175,7 +178,12 @@ class Checks:
             [key(row) for row in wanted],
         )
         for row, account in zip(rows, wanted):
-            for cell in row.find(data_field=True):
+            cells = row.find(data_field=True)
+            shown = {cell.attrs["data_field"] for cell in cells}
+            is_number = lambda it: isinstance(account[it], int) or it.endswith("_bytes")
+            numbers = set(filter(is_number, account)) - NOT_SHOWN.get(id, set())
+            self.equal(f"{what}: numbers without a column in {id}", numbers - shown, set())
+            for cell in cells:
                 field = cell.attrs["data_field"]
                 if field not in account or isinstance(account[field], (str, list)):
                     continue
@@ -216,10 +224,14 @@ class Checks:
         root, report = Parser(text).root, data.report()
         self.marked(what, root)
         inside = lambda it: domain is None or it["domain"] == domain
-        for node in root.find(data_total=True):
+        totals, machine = root.find(data_total=True), root.find(data_machine=True)
+        self.equal(f"{what}: totals", [node.attrs["data_total"] for node in totals], TOTALS)
+        named = sorted(node.attrs["data_machine"] for node in machine)
+        self.equal(f"{what}: figures of the machine", named, sorted(report["machine"]))
+        for node in totals:
             total = sum(d[node.attrs["data_total"]] for d in report["domains"] if inside(d))
             self.equal(f"{what}: {node.attrs['data_total']}", node.attrs["data_bytes"], str(total))
-        for node in root.find(data_machine=True):
+        for node in machine:
             self.equal(
                 f"{what}: machine",
                 node.attrs["data_bytes"],

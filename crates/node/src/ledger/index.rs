@@ -10,14 +10,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use cofolio_image::pack::ImageContents;
-use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind, Listing, Store};
+use cofolio_store::{Digest, Domain, Error, Listing, Store};
 use cofolio_sys::cache;
 use hashbrown::HashTable;
 
 use super::Budget;
 use super::usage::ObjectId;
-use crate::cache::leave_cache;
+use crate::cache::named_objects;
 
 /// What is known of an object.
 #[derive(Debug, Clone)]
@@ -130,18 +129,6 @@ impl IndexedDomain {
     pub(super) fn names(&self, image: &Digest) -> &[String] {
         self.names.get(image).map_or(&[], Vec::as_slice)
     }
-
-    /// The objects that an image names, with their sizes.
-    fn named_by(&self, image: &Digest) -> Result<Vec<(Digest, u64)>, BoxError> {
-        let file = self.domain.open_image(image)?;
-        let mut objects = Vec::new();
-        leave_cache(&file, || {
-            ImageContents.names(FileKind::Image, &file, &mut |object, size| {
-                objects.push((object, size));
-            })
-        })?;
-        Ok(objects)
-    }
 }
 
 /// The first bytes of an object's digest. They tell the objects of an index apart: to find another
@@ -182,9 +169,10 @@ impl Index {
         self.domains.iter().map(|it| it.images.len() + it.unreadable.len()).sum()
     }
 
+    /// The number of a trust domain, unless it was removed.
     pub(super) fn domain_number(&self, name: &str) -> Option<u16> {
-        let found = self.domains.iter().position(|it| it.domain.name() == name)?;
-        u16::try_from(found).ok()
+        let is_it = |it: &IndexedDomain| it.domain.name() == name && !it.is_removed;
+        u16::try_from(self.domains.iter().position(is_it)?).ok()
     }
 
     /// The number of a trust domain that somebody asks for.
@@ -208,10 +196,7 @@ impl Index {
     pub(super) fn has_image(&self, number: u16, image: &Digest) -> Result<bool, Error> {
         let known = &self.domains[usize::from(number)];
         if known.unreadable.contains_key(image) {
-            known.named_by(image).map_err(|source| {
-                let what = format!("image {image} of trust domain {}", known.domain.name());
-                Error::Unreadable { what, source }
-            })?;
+            named_objects(&known.domain, image)?;
         }
         Ok(known.images.contains_key(image))
     }
@@ -313,7 +298,8 @@ impl Index {
             Err(error) => (None, Err(error)),
         };
         for name in present.iter().flatten() {
-            if self.domain_number(name).is_none() && self.domains.len() < usize::from(u16::MAX) {
+            let is_known = self.domains.iter().any(|it| it.domain.name() == name);
+            if !is_known && self.domains.len() < usize::from(u16::MAX) {
                 match self.store.domain(name) {
                     Ok(domain) => self.domains.push(IndexedDomain::new(domain)),
                     Err(error) => result = result.and(Err(error)),
@@ -390,14 +376,12 @@ impl Index {
 
     fn add(&mut self, number: usize, digest: Digest, now: u32) {
         let domain = u16::try_from(number).unwrap_or(u16::MAX);
-        let Ok(mut objects) = self.domains[number].named_by(&digest) else {
+        let Ok(objects) = named_objects(&self.domains[number].domain, &digest) else {
             self.domains[number].unreadable.insert(digest, now);
             return;
         };
         self.domains[number].unreadable.remove(&digest);
         self.domains[number].missing.remove(&digest);
-        objects.sort_unstable();
-        objects.dedup_by_key(|(object, _)| *object);
         let ids = objects.into_iter().map(|(object, size)| self.intern(domain, object, size, now));
         let mut objects: Box<[ObjectId]> = ids.collect();
         objects.sort_unstable();

@@ -17,8 +17,9 @@
 //! [`Budget`] of processor time is spent and go on where they ended. On larger machines figures get
 //! older; a [`Report`] gives their age. Not divided are:
 //!
-//! - a refresh, which lists all mounts, and images, refs and bases where they have changed, and
-//!   takes up an image at least;
+//! - a refresh, which lists all mounts, and images, refs and bases where they have changed, takes
+//!   up an image at least, stats each known cgroup, and marks each watched superblock anew;
+//! - the beginning of a round of the policy, which lists each known cgroup and up to eight above it;
 //! - a look at one process and at one file, and the drop of one file from all processes that map
 //!   it; a process that does not answer takes two seconds of time, though not of the processor;
 //! - walks of the usage lists: for a report; for the choice of what to reclaim, one in a round for

@@ -10,8 +10,9 @@
 //! In each case the least recently used goes first, up to a number of bytes for each cgroup and
 //! round, and never what a process maps: the kernel itself decides about the working set. Objects
 //! that are mapped are tried all the same, because only the kernel knows them. After
-//! [`IN_VAIN_MAX`] of them in a row the rest is taken for mapped as well: they are used anew with
-//! each look at processes, and so come last.
+//! [`IN_VAIN_MAX`] in a row that stay the rest is taken for mapped as well: they are used anew with
+//! each look at processes, and so come last. Objects that the kernel itself has dropped since the
+//! last look at them do not count.
 //!
 //! Objects that somebody unknown may use stay: those that an unknown process has opened within the
 //! last hour, and if opened files were missed in that time, all that were resident then.
@@ -25,7 +26,7 @@ use std::path::Path;
 
 use super::Budget;
 use super::owners::Groups;
-use super::reclaim::{Reclaim, Scope, candidates};
+use super::reclaim::{Dropped, Reclaim, Scope, candidates};
 use super::shares::from_the_top;
 use super::state::State;
 use super::unused::Unused;
@@ -44,7 +45,7 @@ pub struct ReclaimPolicy {
     pub left_behind: bool,
 }
 
-/// Objects that are tried one after the other without a page that goes.
+/// Objects that are tried one after the other and stay.
 const IN_VAIN_MAX: u32 = 256;
 
 /// What is known from one round to the next.
@@ -125,10 +126,11 @@ impl Pressure {
         std::iter::from_fn(|| self.work.objects.pop()).find(|id| unused.take(*id))
     }
 
-    /// Takes note of what the last object gave.
-    fn freed(&mut self, bytes: u64) {
+    /// Takes note of what became of the last object.
+    fn note(&mut self, dropped: Dropped) {
+        let bytes = dropped.freed_bytes;
         self.freed_bytes += bytes;
-        self.work.freed(bytes);
+        self.work.note(dropped);
         let mut cgroup = self.work.cgroup;
         while let Some(pressed) = cgroup.and_then(|number| self.pressed.get_mut(number)) {
             pressed.freed_bytes += bytes;
@@ -145,16 +147,20 @@ struct Work {
     bytes: u64,
     /// The number of the cgroup under pressure that it is for.
     cgroup: Option<usize>,
-    /// How many were tried in a row in vain, and how many may be.
+    /// How many stayed in a row, and how many may.
     in_vain: u32,
     in_vain_max: u32,
 }
 
 impl Work {
-    /// Takes note of what the last object gave.
-    fn freed(&mut self, bytes: u64) {
-        self.bytes = self.bytes.saturating_sub(bytes);
-        self.in_vain = if bytes == 0 { self.in_vain + 1 } else { 0 };
+    /// Takes note of what became of the last object.
+    fn note(&mut self, Dropped { freed_bytes, kept_bytes }: Dropped) {
+        self.bytes = self.bytes.saturating_sub(freed_bytes);
+        self.in_vain = match (freed_bytes, kept_bytes) {
+            (0, 0) => self.in_vain,
+            (0, _) => self.in_vain + 1,
+            _ => 0,
+        };
         if self.bytes == 0 || self.in_vain >= self.in_vain_max {
             self.objects.clear();
         }
@@ -182,8 +188,8 @@ impl Pressure {
         }
         while !self.is_complete() {
             if let Some(object) = self.next(&mut reclaim.state.unused) {
-                let freed = reclaim.drop_unmapped(object);
-                self.freed(freed);
+                let dropped = reclaim.drop_unmapped(object);
+                self.note(dropped);
             } else if let Some(stage) = self.round.pop() {
                 self.run_stage(stage, reclaim.state);
             }
@@ -365,15 +371,16 @@ mod tests {
     fn work_ends_with_its_bytes_or_after_many_objects_in_vain() {
         let objects: Vec<_> = (0..10).map(ObjectId).collect();
         let mut work = Work { objects, bytes: 100, in_vain_max: 3, ..Work::default() };
-        for freed in [0, 0, 60, 0, 0] {
-            work.freed(freed);
+        let dropped = |freed_bytes, kept_bytes| Dropped { freed_bytes, kept_bytes };
+        for (freed, kept) in [(0, 9), (0, 9), (60, 9), (0, 0), (0, 0), (0, 9), (0, 0), (0, 9)] {
+            work.note(dropped(freed, kept));
             assert_eq!(work.objects.len(), 10);
         }
         let objects = work.objects.clone();
-        work.freed(0);
+        work.note(dropped(0, 9));
         assert!(work.objects.is_empty());
         let mut work = Work { objects, bytes: 40, in_vain_max: 3, ..Work::default() };
-        work.freed(50);
+        work.note(dropped(50, 0));
         assert!(work.objects.is_empty());
     }
 
@@ -650,7 +657,7 @@ mod tests {
             let Some(Stage::Drop(number)) = pressure.round.pop() else { panic!("a drop for each") };
             pressure.begin_drop(number);
             left.push((pressure.pressed[number].path.to_string(), pressure.work.bytes));
-            pressure.freed(freed);
+            pressure.note(Dropped { freed_bytes: freed, kept_bytes: 0 });
         }
         let expected = [("/pod/b", 100), ("/pod/a", 100), ("/pod", 30)];
         assert_eq!(left, expected.map(|(path, bytes)| (path.to_owned(), bytes)));
@@ -707,6 +714,26 @@ mod tests {
         planted.press(&["/pod/a"], 2);
         assert!(planted.ledger.relieve(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [1, 3]);
+    }
+
+    /// The kernel had dropped 256 objects since the last look at them. The policy took them for mapped
+    /// ones, and gave up before the object that was still there.
+    #[test]
+    fn what_went_by_itself_is_not_taken_for_mapped() {
+        let mut planted = Planted::with(1 << 30, false);
+        planted.import(IN_VAIN_MAX + 1);
+        let uses: Vec<_> = (0..=IN_VAIN_MAX).map(|object| (object, object + 1)).collect();
+        planted.used("/pod/a", &uses);
+        planted.pressed();
+        for object in (0..IN_VAIN_MAX).map(ObjectId) {
+            let index = &planted.ledger.state.index;
+            let digest = index.object(object).unwrap().digest;
+            let path = index.domains()[0].domain.object_path(&digest).unwrap();
+            std::fs::remove_file(path).unwrap();
+        }
+        planted.press(&["/pod/a"], 1);
+        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert_eq!(planted.tried(), [IN_VAIN_MAX]);
     }
 
     /// Files were missed after the search, and what it had found was dropped all the same.

@@ -31,6 +31,7 @@ use super::index::Object;
 use super::owners::{Groups, Owners};
 use super::pagemap::page_out;
 use super::state::State;
+use super::unused::{OtherUser, UsesSince};
 use super::usage::{CgroupId, ObjectId, Usage};
 use super::{Budget, LedgerError, Result, UsedImage};
 use crate::address_space::is_unanswered;
@@ -91,6 +92,13 @@ pub struct Reclaimed {
     /// kept.
     #[serde(default)]
     pub unread_processes: u64,
+}
+
+/// What became of one object. Both are 0 for one that nothing was resident of.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Dropped {
+    pub(super) freed_bytes: u64,
+    pub(super) kept_bytes: u64,
 }
 
 /// A target whose names were looked up.
@@ -180,9 +188,15 @@ impl Reclaim<'_> {
             }
             return Ok(reclaimed);
         }
+        if let (Scope::Cgroups(_, cgroups), false) = (&scope, request.shared) {
+            self.state.since = Some(UsesSince::new(cgroups.clone()));
+        }
         let mappings = self.mappings(&scope, request.shared, &objects);
         reclaimed.unread_processes = mappings.unread;
+        // An error comes again in the next round.
+        let _ = self.events.take(self.state, &Budget::of(SLICE));
         self.drop_objects(&objects, bytes, &mappings, &mut reclaimed);
+        self.state.since = None;
         Ok(reclaimed)
     }
 
@@ -264,6 +278,12 @@ impl Reclaim<'_> {
                 break;
             }
             self.events.take_between(self.state, &mut slice);
+            if let Some(user) = self.state.since.as_ref().and_then(|since| since.other_user(*id)) {
+                reclaimed.shared_objects += 1;
+                reclaimed.shared_bytes += self.state.index.resident_bytes(*id);
+                reclaimed.unsure_objects += u64::from(user == OtherUser::Unsure);
+                continue;
+            }
             let mapped = mappings.by_object.get(id).map_or(&[][..], Vec::as_slice);
             let (before, after) = match self.drop_object(*id, mapped, &mut unanswered) {
                 Ok((before, after)) => {
@@ -288,11 +308,12 @@ impl Reclaim<'_> {
         reclaimed.unread_processes += unanswered.len() as u64;
     }
 
-    /// Drops one object but for what processes map. Gives the bytes that went.
-    pub(super) fn drop_unmapped(&mut self, id: ObjectId) -> u64 {
+    /// Drops one object but for what processes map.
+    pub(super) fn drop_unmapped(&mut self, id: ObjectId) -> Dropped {
         let mut reclaimed = Reclaimed::default();
         self.drop_objects(&[id], u64::MAX, &Mappings::default(), &mut reclaimed);
-        reclaimed.freed_bytes
+        let Reclaimed { freed_bytes, kept_bytes, .. } = reclaimed;
+        Dropped { freed_bytes, kept_bytes }
     }
 
     /// Drops one object. Gives its resident pages before and after, and adds the processes that do

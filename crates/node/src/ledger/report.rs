@@ -136,6 +136,9 @@ impl Reported<'_> {
                 *bytes += object.commons_bytes();
             }
         }
+        let domains = accounts.into_iter().zip(self.state.index.domains());
+        let present = domains.filter(|(_, domain)| !domain.is_removed);
+        let mut accounts: Vec<_> = present.map(|(account, _)| account).collect();
         accounts.sort_by(|a, b| a.domain.cmp(&b.domain));
         accounts
     }

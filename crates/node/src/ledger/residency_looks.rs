@@ -169,23 +169,27 @@ impl ResidencyLooks {
     /// Counts metadata from where the last call ended. Says whether that is complete.
     fn sample_metadata(&mut self, state: &mut State, budget: &Budget) -> bool {
         while let Some(known) = state.index.domains().get(self.next_domain) {
-            let counted = match (known.is_removed, self.counting.take()) {
-                (true, _) => Ok((true, MetadataCount::default())),
-                (false, begun) => MetadataCount::go_on(begun, &known.domain, budget),
+            let name = known.domain.name();
+            let rounds = &mut self.rounds;
+            let mut unseen = |error: BoxError| {
+                rounds.add_unseen(|| {
+                    format!("images of trust domain {name}: {}", with_causes(&*error))
+                });
             };
-            match counted {
-                Ok((true, counted)) => {
-                    state.index.set_metadata_bytes(self.next_domain, &counted.bytes);
+            let begun = match (known.is_removed, self.counting.take()) {
+                (true, _) => Ok(MetadataCount::default()),
+                (false, Some(begun)) => Ok(begun),
+                (false, None) => MetadataCount::begin(&known.domain),
+            };
+            match begun {
+                Ok(mut count) => {
+                    if !count.go_on(&known.domain, budget, &mut unseen) {
+                        self.counting = Some(count);
+                        return false;
+                    }
+                    state.index.set_metadata_bytes(self.next_domain, &count.bytes);
                 }
-                Ok((false, counting)) => {
-                    self.counting = Some(counting);
-                    return false;
-                }
-                Err(error) => {
-                    let name = known.domain.name();
-                    let why = || format!("images of trust domain {name}: {}", with_causes(&*error));
-                    self.rounds.add_unseen(why);
-                }
+                Err(error) => unseen(error.into()),
             }
             self.next_domain += 1;
         }
@@ -225,30 +229,33 @@ struct MetadataCount {
 }
 
 impl MetadataCount {
-    /// Begins a count or goes on with one, until all files were counted or the budget is spent.
-    /// Says whether all were.
+    fn begin(domain: &Domain) -> Result<Self, Error> {
+        let mut left = domain.named(FileKind::Image)?;
+        left.extend(domain.named(FileKind::Pack)?);
+        Ok(Self { left, bytes: HashMap::new() })
+    }
+
+    /// Goes on until all files were counted or the budget is spent. Says whether all were. One that
+    /// cannot be looked at counts as not resident.
     fn go_on(
-        begun: Option<Self>,
+        &mut self,
         domain: &Domain,
         budget: &Budget,
-    ) -> Result<(bool, Self), BoxError> {
-        let mut counting = match begun {
-            Some(counting) => counting,
-            None => {
-                let mut left = domain.named(FileKind::Image)?;
-                left.extend(domain.named(FileKind::Pack)?);
-                Self { left, bytes: HashMap::new() }
-            }
-        };
-        while let Some(name) = counting.left.pop() {
+        mut unseen: impl FnMut(BoxError),
+    ) -> bool {
+        while let Some(name) = self.left.pop() {
             if let Some(image) = name.image() {
-                *counting.bytes.entry(image).or_default() += resident_bytes(domain, &name)?;
+                let bytes = resident_bytes(domain, &name);
+                *self.bytes.entry(image).or_default() += bytes.unwrap_or_else(|error| {
+                    unseen(error);
+                    0
+                });
             }
             if budget.is_spent() {
                 break;
             }
         }
-        Ok((counting.left.is_empty(), counting))
+        self.left.is_empty()
     }
 }
 

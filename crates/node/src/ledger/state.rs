@@ -14,7 +14,7 @@ use super::index::Index;
 use super::openers::Openers;
 use super::superblocks::{Changes, Superblocks};
 use super::unknown_users::UnknownUsers;
-use super::unused::Unused;
+use super::unused::{Unused, UsesSince};
 use super::usage::{CgroupId, ObjectId, SuperblockId, Usage};
 use super::uses::Uses;
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
@@ -41,6 +41,8 @@ pub(super) struct State {
     pub(super) unknown: UnknownUsers,
     pub(super) openers: Openers,
     pub(super) unused: Unused,
+    /// While a container's objects are dropped on request.
+    pub(super) since: Option<UsesSince>,
     /// Files that hold the pages of objects in place of the store's, in this round.
     pub(super) page_files: HashMap<ObjectId, PathBuf>,
     started: Instant,
@@ -61,6 +63,7 @@ impl State {
             unknown: UnknownUsers::default(),
             openers: Openers::default(),
             unused: Unused::default(),
+            since: None,
             page_files: HashMap::new(),
             started: Instant::now(),
         }
@@ -148,6 +151,9 @@ impl State {
         object: ObjectId,
     ) -> bool {
         self.unused.note_use(object);
+        if let Some(since) = &mut self.since {
+            since.note_use(cgroup, object);
+        }
         let usage = Usage { mount, cgroup, object, time: self.now() };
         self.uses.note(usage, &self.cgroups, self.unknown.bytes())
     }
@@ -155,6 +161,9 @@ impl State {
     /// Somebody unknown opened or maps an object.
     pub(super) fn note_unknown_use(&mut self, mount: SuperblockId, object: ObjectId) {
         self.unused.note_use(object);
+        if let Some(since) = &mut self.since {
+            since.note_unknown_use(object);
+        }
         if !self.unknown.note(mount, object, self.now()) {
             self.unused.note_missed_opens();
         }
@@ -164,6 +173,9 @@ impl State {
     /// unused any more.
     pub(super) fn note_missed_opens(&mut self) {
         self.unknown.note_missed(self.now());
+        if let Some(since) = &mut self.since {
+            since.note_missed_opens();
+        }
         self.unused.note_missed_opens();
     }
 

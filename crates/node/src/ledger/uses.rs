@@ -20,7 +20,7 @@ fn bytes_max(root: &Path, hierarchy: Option<&Hierarchy>) -> u64 {
     let of_machine = Machine::read(root).map_or(u64::MAX, |it| it.memory_bytes / 16);
     let of_own_cgroup = hierarchy.and_then(|hierarchy| {
         let cgroup = cgroup::of_process(root, std::process::id(), hierarchy.version()).ok()??;
-        Some(hierarchy.limit_bytes(&cgroup)? / 2)
+        Some(hierarchy.effective_limit_bytes(&cgroup)? / 2)
     });
     BYTES_MAX.min(of_machine).min(of_own_cgroup.unwrap_or(u64::MAX))
 }

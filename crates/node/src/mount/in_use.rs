@@ -12,7 +12,8 @@
 //!
 //! Both answers come too late for `inode-share`: Linux 7.2 must not end a superblock while another
 //! one is read. There we look at all mount namespaces first ([`users_elsewhere`]), as for bind
-//! mounts of volumes ([`is_bound`]). Neither sees a namespace that has no task.
+//! mounts of volumes ([`is_bound`]). Neither sees a namespace that only a descriptor or a
+//! bind mount keeps.
 //!
 //! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 

@@ -19,16 +19,15 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitStatus;
 
-use cofolio_image::pack::ImageContents;
 use cofolio_store::task::Cancelled;
-use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind};
+use cofolio_store::{Digest, Domain, Error};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Advice, Dir, FileType, Mode, OFlags, ResolveFlags, fadvise};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 pub use self::record::{Recorded, Subject, record, written_by};
-use crate::cache::leave_cache;
+use crate::cache::named_objects;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
 use crate::mount::{RunDir, WRITABLE_DIRS_MAX, open_dir};
@@ -121,7 +120,7 @@ impl Profile {
         let damaged = |problem: String| ProfileError::Damaged { image: *image, problem };
         let profile: Self =
             serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
-        profile.check(image, &objects(domain, image)?).map_err(damaged)?;
+        profile.check(image, &named_objects(domain, image)?).map_err(damaged)?;
         Ok(profile)
     }
 
@@ -194,16 +193,6 @@ fn check_dirs(dirs: &[PathBuf]) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// The objects of an image and their sizes.
-pub(crate) fn objects(domain: &Domain, image: &Digest) -> Result<BTreeMap<Digest, u64>, Error> {
-    let mut objects = BTreeMap::new();
-    let file = domain.open_image(image)?;
-    let visit = &mut |object, size| _ = objects.insert(object, size);
-    leave_cache(&file, || ImageContents.names(FileKind::Image, &file, visit))
-        .map_err(|source: BoxError| Error::Unreadable { what: format!("image {image}"), source })?;
-    Ok(objects)
 }
 
 /// The directories of an image that were written to, by the upper directory of an overlay over it:
@@ -317,7 +306,7 @@ impl<'d> Recorder<'d> {
         image: Digest,
         container: &str,
     ) -> Result<Self, ProfileError> {
-        let objects = objects(domain, &image)?;
+        let objects = named_objects(domain, &image)?;
         let files = PageFiles::of(domain, &run, &image)?;
         let mut ledger = Ledger::new(domain.store().clone(), run);
         // Another trust domain that cannot be listed does not matter here.

@@ -305,6 +305,36 @@ fn images_that_go_take_their_objects_along() {
     assert_eq!(ledger.users("default", &pair.object(3)), Some(Vec::new()));
 }
 
+/// A trust domain that was removed stayed in reports until the daemon was started anew.
+#[test]
+fn a_removed_trust_domain_is_in_no_answer() {
+    let Some(_alone) = alone("a_removed_trust_domain_is_in_no_answer") else { return };
+    let pair = Pair::new();
+    let store = pair.domain.store();
+    let make = || {
+        let domain = store.domain_or_create("another").unwrap();
+        let source = Source::parse(pair.dir.path().join("one").to_str().unwrap()).unwrap();
+        import::import(&domain, &source, &Default::default(), &Task::default()).unwrap();
+    };
+    let mut ledger = pair.ledger();
+    let mut found = || {
+        ledger.sample_all().unwrap();
+        let report = ledger.report().unwrap();
+        let domains = report.domains.into_iter().map(|it| (it.domain, it.objects));
+        let asked = all_of(ReclaimTarget::Domain("another".to_owned()));
+        let reclaimed = ledger.reclaim(&ReclaimRequest { dry_run: true, ..asked });
+        let is_known = [ledger.sharing("another", 10).is_some(), reclaimed.is_ok()];
+        (domains.collect::<Vec<_>>(), is_known)
+    };
+    let (another, default) = (("another".to_owned(), 2), ("default".to_owned(), 3));
+    for _ in 0..2 {
+        make();
+        assert_eq!(found(), (vec![another.clone(), default.clone()], [true; 2]));
+        fs::remove_dir_all(pair.dir.path().join("store/domains/another")).unwrap();
+        assert_eq!(found(), (vec![default.clone()], [false; 2]));
+    }
+}
+
 /// A mount was taken up before its image was indexed, because the budget was spent. It got a table
 /// without objects and kept it, so nobody was seen to use them.
 #[test]

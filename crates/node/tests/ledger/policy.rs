@@ -249,6 +249,29 @@ fn what_another_container_opens_between_two_steps_stays() {
     opened.pair.umount(&opened.top);
 }
 
+/// What a container alone used was looked up once, before a request that may take minutes. Another
+/// one that opened a file in that time lost its pages.
+#[test]
+fn what_another_container_opens_during_a_request_stays() {
+    let test = "what_another_container_opens_during_a_request_stays";
+    let Some(_alone) = alone(test) else { return };
+    let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
+    let Some(mut opened) = Opened::new(test, &[("own", 10), ("other", 11)]) else { return };
+    let of_both = ["own", "other"].map(|it| Holder::opener(&opened.top.join(it), &a));
+    opened.ledger.sample_all().unwrap();
+    let of_a = all_of(ReclaimTarget::Container(path_of(&a)));
+    let asked = |ledger: &mut Ledger, dry_run| {
+        let found = ledger.reclaim(&ReclaimRequest { dry_run, ..of_a.clone() }).unwrap();
+        (found.objects, found.shared_objects, found.unsure_objects)
+    };
+    assert_eq!(asked(&mut opened.ledger, true), (2, 0, 0));
+    let of_b = Holder::opener(&opened.top.join("other"), &b);
+    assert_eq!(asked(&mut opened.ledger, false), (1, 1, 0));
+    assert_eq!(opened.resident(), [false, true]);
+    drop((of_both, of_b));
+    opened.pair.umount(&opened.top);
+}
+
 /// What only a container used goes with its cgroup. What two used stayed when both were gone: the
 /// cgroup above, which had got the lists of the first, counted as a user.
 #[test]
