@@ -255,6 +255,35 @@ fn a_recording_keeps_no_changes() {
     machine.assert_clean();
 }
 
+/// When the process that attends the container was killed, the container went on under a name that its
+/// user had not given, and was said to have failed.
+#[test]
+fn a_recording_whose_run_is_killed_ends_the_container() {
+    let test = "a_recording_whose_run_is_killed_ends_the_container";
+    let Some((machine, _)) = machine(test) else { return };
+    let record = [
+        "profile",
+        "record",
+        "--rw",
+        "box:1",
+        "--",
+        "sh",
+        "-c",
+        "trap exit TERM; sleep 1000 & wait",
+    ];
+    let recorder = machine.command(&record).stderr(Stdio::piped()).spawn().unwrap();
+    until("the container", || (!machine.containers().is_empty()).then_some(()));
+    until("its process", || machine.containers()[0]["pid"].as_i64());
+    let pid = recorder.id();
+    let run = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    kill_process(Pid::from_raw(run.trim().parse().unwrap()).unwrap(), Signal::KILL).unwrap();
+    let ran = recorder.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&ran.stderr);
+    assert_eq!(ran.status.code(), Some(1), "{said}");
+    assert!(said.contains("which attends the container, was killed (signal: 9"), "{said}");
+    machine.assert_clean();
+}
+
 /// Without this a user had to find out in which directories an image has to be writable.
 #[test]
 fn a_container_can_write_where_its_recorded_start_did() {

@@ -106,7 +106,8 @@ pub enum ProfileError {
 fn failed(status: &ExitStatus) -> String {
     match status.code() {
         Some(125) => "the container was not started".to_owned(),
-        _ => format!("the container failed ({status})"),
+        Some(_) => format!("the container failed ({status})"),
+        None => format!("`cofolio run`, which attends the container, was killed ({status})"),
     }
 }
 

@@ -227,6 +227,10 @@ fn end(
 ) -> Result<(), ProfileError> {
     let status = if has_ended { child.wait().map(Some) } else { child.try_wait() };
     if let Some(status) = status.map_err(ProfileError::Process)? {
+        if status.code().is_none() {
+            // It was killed, and its container goes on, if there is one.
+            let _ = containers.stop(name, STOP_PATIENCE);
+        }
         return match status.success() || may_fail() {
             true => Ok(()),
             false => Err(ProfileError::Failed(status)),
