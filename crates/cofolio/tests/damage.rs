@@ -181,6 +181,45 @@ fn every_command_names_the_repair() {
     }
 }
 
+/// One flipped bit in a metadata image made it name another object, which does not exist. `gc` deleted the
+/// one that it had named before, and said nothing.
+#[test]
+fn what_an_altered_image_named_is_not_deleted() {
+    let test = "what_an_altered_image_named_is_not_deleted";
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    let contents = ["one", "two", "three"].map(|name| name.repeat(10_000));
+    for (number, content) in contents.iter().enumerate() {
+        fs::write(tree.join(number.to_string()), content).unwrap();
+    }
+    // Without layers, which would keep the objects, too.
+    let source = format!("dir:{}", tree.display());
+    sandbox.run(&["import", "--name", IMAGE, &source]).ok();
+    let images = fs::read_dir(sandbox.path("store/domains/default/images")).unwrap();
+    let image = images.map(|entry| entry.unwrap().path()).next().unwrap();
+    let objects = contents.map(|content| {
+        let path = cofolio_store::verity::digest(content.as_bytes()).object_path().to_string();
+        (path.clone(), sandbox.path("store/domains/default/objects").join(path))
+    });
+    let sound = fs::read(&image).unwrap();
+    for (path, object) in &objects {
+        let mut altered = sound.clone();
+        let found = altered.windows(path.len()).position(|it| it == path.as_bytes()).unwrap();
+        altered[found + path.len() - 1] ^= 1;
+        if let Err(reason) = overwrite(&image, &altered) {
+            return skip(test, &reason);
+        }
+        for args in [&["gc", "--dry-run"][..], &["gc"]] {
+            let ran = sandbox.run(args);
+            let said = &ran.fails_with(4).stderr;
+            assert!(said.contains("it was altered; kept: all objects"), "{said}");
+            assert!(object.exists(), "{args:?}");
+        }
+    }
+    sandbox.run(&["fsck", "--repair", "--from", &source]).ok();
+    sandbox.run(&["fsck"]).ok();
+}
+
 /// gc and fsck said of every damaged record that `fsck --repair --from` mends it.
 #[test]
 fn damaged_records_name_what_mends_them() {

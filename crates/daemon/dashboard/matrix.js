@@ -12,7 +12,8 @@ export function matrix({ domain, images, bytes }, total) {
   if (order.length === 0) return { table: null, note: ["No image is named or mounted."] };
   const pairs = order.flatMap((a) => order.filter((b) => b !== a).map((b) => bytes[a][b]));
   const largest = Math.max(0, ...pairs);
-  const names = images.map((image) => harmless(imageName(image)));
+  const name = (image) => imageName({ ...image, domain });
+  const names = images.map((image) => harmless(name(image)));
 
   const cell = (a, b) => {
     const shade = bytes[a][b] > 0 ? Math.ceil(bytes[a][b] / largest * SHADES.length) : 0;
@@ -27,7 +28,7 @@ export function matrix({ domain, images, bytes }, total) {
   const heads = order.map((b, at) => el("th", { scope: "col", title: names[b] }, rank(at),
     el("span", { class: "hidden-text", "data-foreign": "" }, ` ${names[b]}`)));
   const rows = order.map((a, at) => el("tr", { "data-key": `${domain}/${images[a].image}` },
-    el("th", { scope: "row" }, rank(at), foreign(imageName(images[a]))),
+    el("th", { scope: "row" }, rank(at), foreign(name(images[a]))),
     ...order.map((b) => cell(a, b))));
   const table = el("table", { "aria-labelledby": "matrix-title" },
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Image"), ...heads)),

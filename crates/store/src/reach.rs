@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::base::with_bases;
 use crate::contents::{Contents, DigestSet};
 use crate::error::{BoxError, Error, Result, is_damage, with_causes};
+use crate::examine::{Quiet, hash_file};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::records::RecordFile;
@@ -278,13 +279,38 @@ impl<'a> Reachability<'a> {
             || self.content.contains(digest)
     }
 
+    /// Why a file is not what its name says, if its name tells the digest: what it names means nothing
+    /// then.
+    fn altered(&self, file: &FileName) -> Result<Option<Error>> {
+        self.cancel.check()?;
+        let Some(digest) = file.digest() else { return Ok(None) };
+        let found = self.domain.open_named(file).and_then(|opened| {
+            let _quiet = Quiet::begin(&opened, 0, 0);
+            hash_file(&opened, &self.cancel)
+        });
+        match found {
+            Ok(found) if found == digest => Ok(None),
+            Ok(found) => {
+                let reason = format!("its content has digest {found}: it was altered");
+                Ok(Some(Error::corrupt(self.domain.named_file(file), reason)))
+            }
+            Err(error) if is_damage(&error) => Ok(Some(error)),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Keeps what a file names.
     fn visit(&mut self, file: &FileName, kept_by: &str) -> Result<()> {
-        self.cancel.check()?;
+        let altered = self.altered(file)?;
         let content = &mut self.content;
-        let read = file.visit_whole(self.domain, self.contents, &mut |digest, _| {
-            content.insert(digest);
-        });
+        let read = altered.map_or_else(
+            || {
+                file.visit_whole(self.domain, self.contents, &mut |digest, _| {
+                    content.insert(digest);
+                })
+            },
+            |error| Err(error.into()),
+        );
         let Err(error) = read else { return Ok(()) };
         let what = format!("{file} (kept by {kept_by})");
         if !is_damage(&*error) {
@@ -298,8 +324,7 @@ impl<'a> Reachability<'a> {
 
     /// Keeps what can be made again, and what it names, if it can be read and all of that is there.
     fn visit_derived(&mut self, file: &FileName) -> Result<()> {
-        self.cancel.check()?;
-        if self.files.contains(file) {
+        if self.files.contains(file) || self.altered(file)?.is_some() {
             return Ok(());
         }
         let mut named = HashSet::new();

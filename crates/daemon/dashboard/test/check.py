@@ -201,7 +201,7 @@ class Checks:
             for name in names(account):
                 self.true(f"{what}: name {name!r} of {key(account)}", harmless(name) in row.text())
 
-    def sharing(self, what, root, data, domain):
+    def sharing(self, what, root, data, domain, label):
         sharing = data.sharing(domain)
         order = sorted(range(len(sharing["images"])), key=lambda n: -sharing["bytes"][n][n])[:20]
         hexes = [i["image"] for i in sharing["images"]]
@@ -212,6 +212,9 @@ class Checks:
             [f"{domain}/{hexes[n]}" for n in order],
         )
         for a, row in zip(order, rows):
+            # It had the domain in it, as "undefined".
+            name = row.find(scope="row")[0].find(data_foreign=True)[0].text()
+            self.equal(f"{what}: name in matrix", name, harmless(label[domain, hexes[a]]))
             cells = row.find(data_column=True)
             self.equal(
                 f"{what}: matrix row",
@@ -268,7 +271,7 @@ class Checks:
         more = lambda names: f" +{len(names) - 1}" if len(names) > 1 else ""
         in_domain = lambda i: "" if i["domain"] == "default" else f" ({i['domain']})"
         label = {
-            (i["domain"], i["image"]): (i["names"] or [i["image"][:12]])[0]
+            (i["domain"], i["image"]): (i["names"][:1] != [""] and i["names"] or [i["image"][:12]])[0]
             + in_domain(i)
             + more(i["names"])
             for i in report["images"]
@@ -307,6 +310,7 @@ class Checks:
                 root,
                 data,
                 domain or max(report["domains"], key=lambda d: d["resident_bytes"])["domain"],
+                label,
             )
 
     # Everything else.
