@@ -172,7 +172,9 @@ fn of_name(error: &NameError) -> Classified {
                 Exit::NotFound,
                 match close[..] {
                     _ if refs.is_empty() => {
-                        "the domain has no images: `cofolio import SOURCE` brings one in".into()
+                        "no image has a name: `cofolio import SOURCE` brings one in; `cofolio tag` names one \
+                         that `cofolio images` lists"
+                            .into()
                     }
                     [] => Cow::from("`cofolio images` lists what there is"),
                     _ => format!("did you mean {}?", close.join(", ")).into(),
@@ -276,7 +278,7 @@ fn of_mount(error: &MountError) -> Classified {
         }
         MountError::NoRecord(target) => {
             let target = target.display();
-            format!("`umount {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
+            format!("`umount -R {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
                 .into()
         }
         MountError::State { path, .. } => {

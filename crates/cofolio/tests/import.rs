@@ -111,6 +111,21 @@ fn a_bad_name_in_the_source_asks_for_a_name() {
     }
 }
 
+/// A wrong path replaced `meta.json`, and no command could open the store any more.
+#[test]
+fn nothing_is_exported_into_the_store() {
+    let sandbox = Sandbox::new();
+    let source = layout(&sandbox, "layout", "box:1");
+    sandbox.run(&["import", &source]).ok();
+    let [file, new] = ["store/meta.json", "store/new/layout"].map(|path| sandbox.text(path));
+    for to in ["docker-archive", "oci-archive", "erofs"].map(|form| format!("{form}:{file}")) {
+        sandbox.run(&["export", "box:1", &to, "--replace"]).fails_with(1).refused("in the store");
+    }
+    let refused = sandbox.run(&["export", "box:1", &format!("oci:{new}")]);
+    refused.fails_with(1).refused("in the store");
+    sandbox.run(&["fsck"]).ok();
+}
+
 /// A truncated archive ended with code 3, as if it did not exist.
 #[test]
 fn a_truncated_archive_is_damaged() {

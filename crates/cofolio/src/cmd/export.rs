@@ -110,6 +110,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             is_stdout(path, context)?
         }
     };
+    check_outside(destination.path(), context)?;
     let domain = context.domain()?;
     let named = context.image(&domain, &args.image)?;
     let options = ExportOptions {
@@ -147,6 +148,20 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 }
 
 /// Whether the file itself goes to standard output, which then takes nothing else.
+/// With --replace, one wrong path would replace what all images need.
+fn check_outside(path: &Path, context: &Context<'_>) -> anyhow::Result<()> {
+    // A layout need not exist, and a file does not.
+    let mut places =
+        path.ancestors().map(|it| if it == Path::new("") { Path::new(".") } else { it });
+    let place = places.find_map(|it| it.canonicalize().ok()).unwrap_or_default();
+    let store = context.global.store.canonicalize();
+    if path != Path::new("-") && store.is_ok_and(|store| place.starts_with(store)) {
+        let what = format!("{}: it is in the store, so nothing is exported there", path.display());
+        return Err(Fail::new(Exit::Failure, what).into());
+    }
+    Ok(())
+}
+
 fn is_stdout(path: &Path, context: &Context<'_>) -> anyhow::Result<bool> {
     let to_stdout = path.as_os_str() == "-";
     if to_stdout && context.ui.json {
@@ -158,6 +173,7 @@ fn is_stdout(path: &Path, context: &Context<'_>) -> anyhow::Result<bool> {
 
 fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome {
     let to_stdout = is_stdout(path, context)?;
+    check_outside(path, context)?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?.digest;
     let options = FilesystemOptions { compress: args.lz4, replace: args.replace };

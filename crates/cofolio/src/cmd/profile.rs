@@ -121,8 +121,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 }
 
 fn summary(profile: &Profile) -> String {
-    let (files, bytes) = (profile.files.len(), human_size(profile.bytes()));
-    format!("{files} files, {bytes}, in the order of their first opens")
+    let (files, bytes) = (profile.files.len() as u64, human_size(profile.bytes()));
+    format!("{}, {bytes}, in the order of their first opens", plural(files, "file"))
 }
 
 fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {

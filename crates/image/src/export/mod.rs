@@ -22,7 +22,7 @@ mod push;
 mod tar;
 mod target;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cofolio_store::task::{Event, Task};
 use cofolio_store::{Digest, Domain, Ref};
@@ -60,6 +60,14 @@ pub enum Destination {
 }
 
 impl Destination {
+    /// The directory or file; `-` for standard output.
+    pub fn path(&self) -> &Path {
+        let (Self::Layout { path, .. }
+        | Self::Archive { path, .. }
+        | Self::DockerArchive { path, .. }) = self;
+        path
+    }
+
     /// Understands `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`.
     ///
     /// Paths and tags may hold colons: the longest existing path is taken, else the path ends at
