@@ -129,7 +129,7 @@ pub(super) fn orphans(list: &Mounts, run: &RunDir) -> impl Iterator<Item = Strin
             );
         }
         format!(
-            "{target} shows {} and has no record: `umount -R {target}` unmounts it, and \
+            "{target} shows {} and has no record: `umount {target}` unmounts it, and \
              `cofolio mounts --reconcile` cleans up after it",
             orphan.source
         )
