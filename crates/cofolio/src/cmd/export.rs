@@ -147,7 +147,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.ui.table(&table)
 }
 
-/// Whether the file itself goes to standard output, which then takes nothing else.
 /// With --replace, one wrong path would replace what all images need.
 fn check_outside(path: &Path, context: &Context<'_>) -> anyhow::Result<()> {
     // A layout need not exist, and a file does not.
@@ -162,6 +161,7 @@ fn check_outside(path: &Path, context: &Context<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether the file itself goes to standard output, which then takes nothing else.
 fn is_stdout(path: &Path, context: &Context<'_>) -> anyhow::Result<bool> {
     let to_stdout = path.as_os_str() == "-";
     if to_stdout && context.ui.json {

@@ -271,7 +271,7 @@ class Checks:
         more = lambda names: f" +{len(names) - 1}" if len(names) > 1 else ""
         in_domain = lambda i: "" if i["domain"] == "default" else f" ({i['domain']})"
         label = {
-            (i["domain"], i["image"]): (i["names"][:1] != [""] and i["names"] or [i["image"][:12]])[0]
+            (i["domain"], i["image"]): ((i["names"] or [""])[0] or i["image"][:12])
             + in_domain(i)
             + more(i["names"])
             for i in report["images"]

@@ -26,7 +26,7 @@ use std::path::Path;
 
 use super::Budget;
 use super::owners::Groups;
-use super::reclaim::{Dropped, Reclaim, Scope, candidates};
+use super::reclaim::{Reclaim, Reclaimed, Scope, candidates};
 use super::shares::from_the_top;
 use super::state::State;
 use super::unused::Unused;
@@ -127,7 +127,7 @@ impl Pressure {
     }
 
     /// Takes note of what became of the last object.
-    fn note(&mut self, dropped: Dropped) {
+    fn note(&mut self, dropped: Reclaimed) {
         let bytes = dropped.freed_bytes;
         self.freed_bytes += bytes;
         self.work.note(dropped);
@@ -154,9 +154,10 @@ struct Work {
 
 impl Work {
     /// Takes note of what became of the last object.
-    fn note(&mut self, Dropped { freed_bytes, kept_bytes }: Dropped) {
+    fn note(&mut self, Reclaimed { freed_bytes, kept_bytes, .. }: Reclaimed) {
         self.bytes = self.bytes.saturating_sub(freed_bytes);
         self.in_vain = match (freed_bytes, kept_bytes) {
+            // The kernel has dropped it, or it was removed.
             (0, 0) => self.in_vain,
             (0, _) => self.in_vain + 1,
             _ => 0,
@@ -371,7 +372,8 @@ mod tests {
     fn work_ends_with_its_bytes_or_after_many_objects_in_vain() {
         let objects: Vec<_> = (0..10).map(ObjectId).collect();
         let mut work = Work { objects, bytes: 100, in_vain_max: 3, ..Work::default() };
-        let dropped = |freed_bytes, kept_bytes| Dropped { freed_bytes, kept_bytes };
+        let dropped =
+            |freed_bytes, kept_bytes| Reclaimed { freed_bytes, kept_bytes, ..Reclaimed::default() };
         for (freed, kept) in [(0, 9), (0, 9), (60, 9), (0, 0), (0, 0), (0, 9), (0, 0), (0, 9)] {
             work.note(dropped(freed, kept));
             assert_eq!(work.objects.len(), 10);
@@ -657,7 +659,7 @@ mod tests {
             let Some(Stage::Drop(number)) = pressure.round.pop() else { panic!("a drop for each") };
             pressure.begin_drop(number);
             left.push((pressure.pressed[number].path.to_string(), pressure.work.bytes));
-            pressure.note(Dropped { freed_bytes: freed, kept_bytes: 0 });
+            pressure.note(Reclaimed { freed_bytes: freed, ..Reclaimed::default() });
         }
         let expected = [("/pod/b", 100), ("/pod/a", 100), ("/pod", 30)];
         assert_eq!(left, expected.map(|(path, bytes)| (path.to_owned(), bytes)));

@@ -94,13 +94,6 @@ pub struct Reclaimed {
     pub unread_processes: u64,
 }
 
-/// What became of one object. Both are 0 for one that nothing was resident of.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Dropped {
-    pub(super) freed_bytes: u64,
-    pub(super) kept_bytes: u64,
-}
-
 /// A target whose names were looked up.
 #[derive(Debug)]
 pub(super) enum Scope {
@@ -309,11 +302,10 @@ impl Reclaim<'_> {
     }
 
     /// Drops one object but for what processes map.
-    pub(super) fn drop_unmapped(&mut self, id: ObjectId) -> Dropped {
+    pub(super) fn drop_unmapped(&mut self, id: ObjectId) -> Reclaimed {
         let mut reclaimed = Reclaimed::default();
         self.drop_objects(&[id], u64::MAX, &Mappings::default(), &mut reclaimed);
-        let Reclaimed { freed_bytes, kept_bytes, .. } = reclaimed;
-        Dropped { freed_bytes, kept_bytes }
+        reclaimed
     }
 
     /// Drops one object. Gives its resident pages before and after, and adds the processes that do

@@ -249,8 +249,8 @@ fn what_another_container_opens_between_two_steps_stays() {
     opened.pair.umount(&opened.top);
 }
 
-/// What a container alone used was looked up once, before a request that may take minutes. Another
-/// one that opened a file in that time lost its pages.
+/// A request may take minutes, and looked up once, before it began, which objects a container alone
+/// uses. Another container that opened one of them in that time lost its pages.
 #[test]
 fn what_another_container_opens_during_a_request_stays() {
     let test = "what_another_container_opens_during_a_request_stays";
