@@ -72,6 +72,11 @@ pub enum CommonsError {
 /// Room for the inode of an opened file and its name in the kernel, which has 1.3 KiB for those of ext4.
 const INODE_BYTES: u64 = 2048;
 
+/// What stays free under a limit, as a share of it: the page cache's tree takes a 455th of what it holds,
+/// and the kernel charges up to 64 pages for each processor in advance. At its limit it would drop pages
+/// of the first files, which are those that matter most.
+const SPARE_SHARE: u64 = 64;
+
 /// The commons of this machine.
 #[derive(Debug)]
 pub struct Commons {
@@ -181,7 +186,8 @@ impl Commons {
         let charge = self.cgroup.charge()?;
         let fixed_bytes = charge.total.saturating_sub(charge.cache) + metadata_bytes;
         let pages = self.cgroup.charged_pages().ok();
-        Ok(Room { left_bytes: limit_bytes.saturating_sub(fixed_bytes), pages })
+        let usable_bytes = limit_bytes - limit_bytes / SPARE_SHARE;
+        Ok(Room { left_bytes: usable_bytes.saturating_sub(fixed_bytes), pages })
     }
 }
 
