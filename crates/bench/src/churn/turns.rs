@@ -2,11 +2,11 @@
 
 use std::{
     collections::HashMap,
-    fs,
+    fs::{self, File},
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use cofolio_store::task::Cancel;
 use serde::Serialize;
 
@@ -14,6 +14,7 @@ use super::{Bench, CONTAINERS, Churn};
 use crate::Outcome;
 use crate::cleanup;
 use crate::daemon::Daemon;
+use crate::density::worker;
 use crate::goals::Goals;
 use crate::median::{self, median};
 use crate::namespace::shapes::{Spread, spread};
@@ -42,7 +43,13 @@ struct Turn {
     /// Mounts of writable ones.
     writable: Spread,
     unmount: Spread,
+    /// Microseconds to open and close a file of a container, which the daemon has watched with fanotify:
+    /// the mean of [`OPENS`].
+    open_us: f64,
 }
+
+/// Opens in each turn, of the files that a container reads, again and again.
+const OPENS: u32 = 40_000;
 
 /// What the ledger saw of a turn, by the report that it published before the turn ended.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -170,6 +177,11 @@ impl Turns {
             of(|it| it.read_only),
             of(|it| it.writable),
             of(|it| it.unmount),
+        );
+        let [without, with] = medians(&self.pairs(|turn| turn.open_us));
+        text += &format!(
+            "To open and close a cached file of a container, the mean of {OPENS} in each turn, the \
+             medians of all turns: {without:.2} µs without the ledger, {with:.2} µs with it.\n\n"
         );
         text += "The ledger in the turns with it, by its own report. Looks are those besides the first\n\
                  one. It knows a mapped file of each container without an event. An overflow means\n\
@@ -336,7 +348,20 @@ impl Churn<'_> {
         }
         let ledger = looks.map(|looks| self.seen(&looks)).transpose()?;
         let [read_only, writable] = mounts.map(spread);
-        Ok(Turn { ledger, read_only, writable, unmount: spread(unmounts) })
+        let open_us = self.open_us()?;
+        Ok(Turn { ledger, read_only, writable, unmount: spread(unmounts), open_us })
+    }
+
+    /// Opens the files that the newest container has read, from outside of it.
+    fn open_us(&self) -> Result<f64> {
+        let container = self.containers.back().context("there is no container")?;
+        let profile = &self.profiles[self.image_of(container.number)][0];
+        let files = worker::files(&container.target, profile)?;
+        let started = Instant::now();
+        for file in files.iter().cycle().take(OPENS as usize) {
+            File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
+        }
+        Ok(started.elapsed().as_secs_f64() * 1e6 / f64::from(OPENS))
     }
 
     /// What the daemon's last report has of the containers that ran when it was made. The daemon is not
@@ -376,7 +401,8 @@ mod tests {
         let turn = |ledger, p99_ms| {
             let read_only = Spread { p50_ms: 1.0, p99_ms };
             let writable = Spread { p50_ms: 1.0, p99_ms: 1.0 };
-            Turn { ledger, read_only, writable, unmount: Spread { p50_ms: 7.0, p99_ms: 7.0 } }
+            let unmount = Spread { p50_ms: 7.0, p99_ms: 7.0 };
+            Turn { ledger, read_only, writable, unmount, open_us: 2.0 }
         };
         let seen = Some(Seen { running: 900, containers: 900, ..Seen::default() });
         let pairs = p99_ms.iter().flat_map(|[without, with]| [(None, *without), (seen, *with)]);

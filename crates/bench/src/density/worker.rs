@@ -84,11 +84,7 @@ fn say_ready() -> io::Result<()> {
 
 /// Opens the files of the profile one after the other, again and again, until standard input ends.
 fn open_in_turn(args: &Args, interval_ms: u64) -> Result<()> {
-    let mut files = Vec::new();
-    each(&args.root, &args.profile, &mut |file| {
-        files.push(file.to_owned());
-        Ok(())
-    })?;
+    let files = files(&args.root, &args.profile)?;
     say_ready()?;
     let interval = Timespec::try_from(Duration::from_millis(interval_ms))?;
     let stdin = io::stdin();
@@ -100,6 +96,16 @@ fn open_in_turn(args: &Args, interval_ms: u64) -> Result<()> {
         File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
     }
     Ok(())
+}
+
+/// The files of a list.
+pub(crate) fn files(root: &Path, list: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    each(root, list, &mut |file| {
+        files.push(file.to_owned());
+        Ok(())
+    })?;
+    Ok(files)
 }
 
 /// Visits the files of a list.
