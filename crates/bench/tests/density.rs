@@ -135,6 +135,7 @@ fn each_variant_is_measured_and_compared() {
         "sparse",
         "sparse-looking",
         "overlayfs",
+        "overlayfs-looking",
         "superblock-ro",
         "superblock-rw",
     ];

@@ -106,6 +106,14 @@ struct Container {
     cgroup: Cgroup,
 }
 
+/// What the beginning of a container took.
+struct Begun {
+    is_writable: bool,
+    mount: Duration,
+    /// To read its image ahead, of which most is resident.
+    warm: Option<Duration>,
+}
+
 /// What a run was asked for.
 struct Bench<'a> {
     args: &'a Args,
@@ -193,8 +201,7 @@ impl Churn<'_> {
         number / 2 % self.images.digests.len()
     }
 
-    /// Starts a container; says whether it is writable, and how long its mount took.
-    fn begin(&mut self) -> Result<(bool, Duration)> {
+    fn begin(&mut self) -> Result<Begun> {
         let number = self.next;
         self.next += 1;
         let image = self.image_of(number);
@@ -212,11 +219,13 @@ impl Churn<'_> {
         let workers = Workers::new()?;
         let started = Instant::now();
         self.mounter().mount(&request)?;
-        let took = started.elapsed();
-        if let Some(commons) = &self.commons {
+        let mount = started.elapsed();
+        let started = Instant::now();
+        let warmed = self.commons.as_ref().map(|commons| {
             let run = RunDir::of(self.domain.store());
-            commons.warm(self.domain, &run, &digest, None, &Task::default())?;
-        }
+            commons.warm(self.domain, &run, &digest, None, &Task::default())
+        });
+        let warm = warmed.transpose()?.map(|_| started.elapsed());
         self.containers.push_back(Container { number, began: i64::MAX, workers, target, cgroup });
         let profiles = &self.profiles[image];
         let of_its_image = number / (2 * self.images.digests.len()) * 2 + number % 2;
@@ -233,7 +242,7 @@ impl Churn<'_> {
             workers.start(cgroup, target, &profile, Some(&log))?;
             *began = cofolio_store::now();
         }
-        Ok((is_writable, took))
+        Ok(Begun { is_writable, mount, warm })
     }
 
     /// Says how long the unmount took, if there was a container.

@@ -17,6 +17,7 @@ use crate::cleanup;
 use crate::dying;
 use crate::goals::Goals;
 use crate::measure::{OwnFiles, cold_start};
+use crate::namespace::shapes::{Spread, spread};
 use crate::report;
 use crate::source;
 
@@ -54,6 +55,8 @@ struct Left {
     dying_after: u64,
     /// Those of the containers: see [`dying::with_dying_below`].
     dying_left: usize,
+    /// The time to warm the image of a container after its mount, with most of it resident.
+    warm: Option<Spread>,
 }
 
 /// Cuts a profile into some of so many files each.
@@ -109,13 +112,17 @@ impl ShortLived {
     fn table(&self) -> String {
         let mut text = String::from(
             "| images | containers | dying cgroups of the machine before | after \
-             | those of the containers |\n|---|--:|--:|--:|--:|\n",
+             | those of the containers | ms to warm an image, median | p99 |\n\
+             |---|--:|--:|--:|--:|--:|--:|\n",
         );
         for it in &self.left {
             let Left { containers, dying_before, dying_after, dying_left, .. } = it;
             let how = it.how();
+            let warm = it.warm.map_or(" |  |".into(), |Spread { p50_ms, p99_ms }| {
+                format!(" {p50_ms:.1} | {p99_ms:.1} |")
+            });
             text += &format!(
-                "| {how} | {containers} | {dying_before} | {dying_after} | {dying_left} |\n"
+                "| {how} | {containers} | {dying_before} | {dying_after} | {dying_left} |{warm}\n"
             );
         }
         for control in self.left.iter().filter(|it| !it.warmed) {
@@ -171,19 +178,27 @@ impl Churn<'_> {
         let dying_before = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
         self.hierarchy.standing(CONTAINERS)?;
         self.commons = warmed.then(|| Commons::open(COMMONS, None)).transpose()?;
+        let mut warms = Vec::new();
         for _ in 0..containers {
             cancel.check()?;
             // The container's process is the benchmark's own program, and would be charged for
             // pages of it that the kernel has reclaimed since.
             own.warm()?;
-            self.begin()?;
+            warms.extend(self.begin()?.warm);
             self.end_oldest()?;
         }
         let dying_after = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
         let above = self.cgroups_above.as_deref().unwrap_or_default();
         let dying_left = dying::with_dying_below(&self.hierarchy, above)?;
-        let wrote = self.write;
-        Ok(Left { warmed, wrote, containers, dying_before, dying_after, dying_left })
+        Ok(Left {
+            warmed,
+            wrote: self.write,
+            containers,
+            dying_before,
+            dying_after,
+            dying_left,
+            warm: (!warms.is_empty()).then(|| spread(warms)),
+        })
     }
 }
 
@@ -202,6 +217,7 @@ mod tests {
             dying_before: before,
             dying_after: after,
             dying_left: usize::try_from(left).unwrap(),
+            warm: None,
         });
         ShortLived { left: left.into() }
     }

@@ -241,10 +241,10 @@ impl Bench {
                 _ => &self.images.profiles[image],
             };
             let log = Log {
-                stat: match variant {
-                    Variant::SparseLooking => self.images.logs[image].stat.clone(),
+                stat: match variant.looks() {
+                    true => self.images.logs[image].stat.clone(),
                     // Each process does the same; here it knows these files.
-                    _ => profile.clone(),
+                    false => profile.clone(),
                 },
                 write: match variant.is_writable() {
                     true => self.images.logs[image].write.clone(),

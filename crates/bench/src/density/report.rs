@@ -95,7 +95,7 @@ const GOALS: [(Variant, Variant, f64); 6] = [
     (Variant::CofolioRw, Variant::Overlayfs, 1.03),
     (Variant::CofolioRw, Variant::SuperblockRw, 0.5),
     (Variant::Sparse, Variant::Overlayfs, 0.2),
-    (Variant::SparseLooking, Variant::Overlayfs, 0.2),
+    (Variant::SparseLooking, Variant::OverlayfsLooking, 0.2),
     (Variant::CofolioRo, Variant::Overlayfs, 0.1),
     (Variant::CofolioRo, Variant::SuperblockRo, 0.01),
 ];

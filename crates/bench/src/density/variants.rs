@@ -40,6 +40,8 @@ pub(super) enum Variant {
     SparseLooking,
     /// An overlay per container over unpacked layers, as podman and containerd mount.
     Overlayfs,
+    /// The same, and the container stats the files that it stats with `sparse-looking`.
+    OverlayfsLooking,
     /// An EROFS mount and an overlay per container, read-only.
     SuperblockRo,
     /// An EROFS mount and an overlay per container, writable.
@@ -47,12 +49,13 @@ pub(super) enum Variant {
 }
 
 impl Variant {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 8] = [
         Self::CofolioRo,
         Self::CofolioRw,
         Self::Sparse,
         Self::SparseLooking,
         Self::Overlayfs,
+        Self::OverlayfsLooking,
         Self::SuperblockRo,
         Self::SuperblockRw,
     ];
@@ -65,22 +68,28 @@ impl Variant {
             Self::Sparse => "sparse",
             Self::SparseLooking => "sparse-looking",
             Self::Overlayfs => "overlayfs",
+            Self::OverlayfsLooking => "overlayfs-looking",
             Self::SuperblockRo => "superblock-ro",
             Self::SuperblockRw => "superblock-rw",
         }
     }
 
     pub(super) fn is_writable(self) -> bool {
-        self.is_sparse() || matches!(self, Self::CofolioRw | Self::Overlayfs | Self::SuperblockRw)
+        !matches!(self, Self::None | Self::CofolioRo | Self::SuperblockRo)
     }
 
     /// How many superblocks each container has of its own.
     pub(super) fn superblocks(self) -> u32 {
         match self {
             Self::None | Self::CofolioRo => 0,
-            Self::CofolioRw | Self::Sparse | Self::SparseLooking | Self::Overlayfs => 1,
             Self::SuperblockRo | Self::SuperblockRw => 2,
+            _ => 1,
         }
+    }
+
+    /// Whether the container stats files that lie in the writable directory of the sparse variants.
+    pub(super) fn looks(self) -> bool {
+        matches!(self, Self::SparseLooking | Self::OverlayfsLooking)
     }
 
     fn is_sparse(self) -> bool {
@@ -111,8 +120,9 @@ impl Variant {
                 let writable = || images.writable.clone();
                 Box::new(if self.is_sparse() { ours.writable_in(writable()) } else { ours })
             }
-            Self::Overlayfs => {
-                Box::new(Layers { dir, layers: layers.clone(), mounted: Vec::new() })
+            Self::Overlayfs | Self::OverlayfsLooking => {
+                let (name, layers) = (self.name(), layers.clone());
+                Box::new(Layers { name, dir, layers, mounted: Vec::new() })
             }
             Self::SuperblockRo if has_mount_composefs() => {
                 Box::new(ByHand::new(Kind::Composefs, dir, domain, digests)?)
@@ -129,7 +139,7 @@ fn has_mount_composefs() -> bool {
     Command::new("mount.composefs").arg("--help").output().is_ok()
 }
 
-/// Files below the writable directory that a container of the variant `sparse-looking` stats, at most.
+/// Files below the writable directory that a container of the variants `*-looking` stats, at most.
 const STAT_FILES: usize = 10;
 
 /// The images, in the store and unpacked.
@@ -256,6 +266,7 @@ impl Shape for Empty {
 
 /// Unpacked layers, and one overlay over them per container.
 struct Layers {
+    name: &'static str,
     dir: PathBuf,
     layers: Vec<Vec<PathBuf>>,
     mounted: Vec<PathBuf>,
@@ -263,7 +274,7 @@ struct Layers {
 
 impl Shape for Layers {
     fn name(&self) -> &'static str {
-        Variant::Overlayfs.name()
+        self.name
     }
 
     fn mount(&mut self, image: usize, number: u32, _: bool) -> Result<PathBuf> {
