@@ -117,6 +117,44 @@ fn reclaim_finds_pages_of_another_processor() {
     pair.umount(&top);
 }
 
+/// Only a container's objects were seen to go in the order of their last use: those of an image or of a
+/// trust domain could go in any.
+#[test]
+fn what_nobody_used_for_longest_goes_first() {
+    let test = "what_nobody_used_for_longest_goes_first";
+    let Some(_alone) = alone(test) else { return };
+    let Some(user) = cgroup(test, "a") else { return };
+    let pair = Pair::new();
+    let files = [("e", 10), ("b", 11), ("d", 12), ("a", 13), ("c", 14)];
+    let image = pair.import("ordered", &files);
+    let top = pair.mount_image(image, "m", Access::ReadOnly);
+    let mut ledger = pair.ledger();
+    let image = ReclaimTarget::Image(UsedImage { domain: "default".into(), image });
+    let mut backwards = files;
+    backwards.reverse();
+    // An order that comes from elsewhere cannot be both.
+    for (target, used) in [(image, files), (ReclaimTarget::Domain("default".to_owned()), backwards)]
+    {
+        pair.forget_all();
+        for (name, _) in used {
+            next_tick();
+            let holder = Holder::new(&top.join(name), Some(&user));
+            ledger.sample_all().unwrap();
+            drop(holder);
+        }
+        next_tick();
+        ledger.sample_all().unwrap();
+        let next = ReclaimRequest { bytes: Some(1), ..all_of(target) };
+        for gone in 1..=used.len() {
+            assert_eq!(ledger.reclaim(&next).unwrap().objects, 1);
+            let resident = used.map(|(_, salt)| pair.resident(salt) > 0);
+            let expected: Vec<bool> = (0..used.len()).map(|number| number >= gone).collect();
+            assert_eq!(resident.to_vec(), expected, "{used:?}");
+        }
+    }
+    pair.umount(&top);
+}
+
 /// Of an image goes what no other image names, of a trust domain everything.
 #[test]
 fn reclaim_of_an_image_and_of_a_domain() {
