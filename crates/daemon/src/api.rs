@@ -137,9 +137,11 @@ impl Api {
             Route::Reclaim => {
                 let request = reclaim_request(body).await?;
                 let is_dry = request.dry_run;
-                let to_come = self.ask(peer, |begun| Question::Reclaim(request, begun)).await?;
-                // Now pages go, and the client hears how many, however long it takes.
-                let reclaimed = to_come.await.map_err(|_| busy())?.map_err(|it| of_ledger(&it))?;
+                let mut begun = self.ask(peer, |begun| Question::Reclaim(request, begun)).await?;
+                // Now pages go, and the client hears how many, however long it takes. If it leaves,
+                // this is dropped.
+                let reclaimed = (&mut begun.answer).await.map_err(|_| busy())?;
+                let reclaimed = reclaimed.map_err(|it| of_ledger(&it))?;
                 if !is_dry {
                     // The last report still has what went. Without a new one it has for a period.
                     let _ = self.ask(peer, Question::Sample).await;

@@ -283,8 +283,9 @@ mod tests {
 
     use super::*;
     use crate::auth::Auth;
-    use crate::worker::Question;
+    use crate::worker::{BegunReclaim, Question};
     use cofolio_node::ledger::Reclaimed;
+    use cofolio_store::task::Cancel;
 
     /// Runs a test with a clock that jumps to the next timer when nothing else can run.
     fn with_clock(test: impl Future<Output = ()>) {
@@ -448,8 +449,8 @@ mod tests {
             let (mut client, question) = reclaim(&limits).await;
             let Question::Reclaim(_, begun) = question else { panic!("{question:?}") };
             sleep(Duration::from_secs(59)).await;
-            let (answer, to_come) = tokio::sync::oneshot::channel();
-            begun.send(Ok(to_come)).unwrap();
+            let (answer, it) = BegunReclaim::new(Cancel::default());
+            begun.send(Ok(it)).unwrap();
             sleep(2 * CONNECTION_TIME).await;
             let reclaimed = Reclaimed { freed_bytes: 7, ..Reclaimed::default() };
             answer.send(Ok(reclaimed)).unwrap();
@@ -463,7 +464,24 @@ mod tests {
             let said = answer_of(&mut client).await;
             assert!(said.starts_with("HTTP/1.1 503"), "{said}");
             let Question::Reclaim(_, begun) = question else { panic!("{question:?}") };
-            assert!(begun.send(Ok(tokio::sync::oneshot::channel().1)).is_err());
+            assert!(begun.send(Ok(BegunReclaim::new(Cancel::default()).1)).is_err());
+        });
+    }
+
+    /// Whoever ended `cofolio reclaim --all` could not end the reclaim, which went on dropping pages.
+    #[test]
+    fn a_reclaim_ends_when_its_client_leaves() {
+        with_clock(async {
+            let (client, question) = reclaim(&ConnectionLimits::new()).await;
+            let Question::Reclaim(_, begun) = question else { panic!("{question:?}") };
+            let cancel = Cancel::default();
+            let (_answer, it) = BegunReclaim::new(cancel.clone());
+            begun.send(Ok(it)).unwrap();
+            sleep(Duration::from_secs(1)).await;
+            assert!(!cancel.is_cancelled());
+            drop(client);
+            sleep(Duration::from_secs(1)).await;
+            assert!(cancel.is_cancelled());
         });
     }
 
@@ -517,8 +535,8 @@ mod tests {
             let second = Duration::from_secs(1);
             sleep(second).await;
             let Ok(Question::Reclaim(_, begun)) = questions.try_recv() else { panic!() };
-            let (answer, to_come) = tokio::sync::oneshot::channel();
-            begun.send(Ok(to_come)).unwrap();
+            let (answer, it) = BegunReclaim::new(Cancel::default());
+            begun.send(Ok(it)).unwrap();
             sleep(CONNECTION_TIME + HEAD_TIME - 2 * second).await;
             answer.send(Ok(Reclaimed::default())).unwrap();
             sleep(HEAD_TIME - second).await;

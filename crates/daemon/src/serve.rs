@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use cofolio_node::ledger::{Ledger, LedgerError, ReclaimPolicy};
+use cofolio_node::ledger::{Ledger, ReclaimPolicy};
 use cofolio_node::mount::RunDir;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
@@ -142,7 +142,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
         let _stopping = OnDrop(stop_threads);
         let ledger = || {
             let _watched = watched();
-            worker.run(&cancel, &|error: &LedgerError| log(&format!("the ledger: {error}")));
+            worker.run(&cancel, &|error| log(&format!("the ledger: {error}")));
         };
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         thread("ledger")

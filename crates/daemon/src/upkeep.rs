@@ -11,7 +11,7 @@ use cofolio_node::config::Limit;
 use cofolio_node::mount::RunDir;
 use cofolio_node::upkeep::{self, Upkeep, UpkeepError};
 use cofolio_store::task::{Cancel, Task};
-use cofolio_store::{CompleteScrub, Domain, Error, ScrubOptions, Store};
+use cofolio_store::{CompleteScrub, Domain, Error, ScrubOptions, Store, with_causes};
 
 use crate::serve::Settings;
 
@@ -71,7 +71,7 @@ enum Ended {
         /// Damaged files that were found.
         damaged: u64,
     },
-    /// Somebody else is at it.
+    /// Another process holds the lock.
     Busy,
 }
 
@@ -101,7 +101,7 @@ impl Due {
     }
 
     /// Counts a scrub that is news: an earlier daemon's, or somebody's after a repair.
-    fn take_record(&mut self, record: Option<CompleteScrub>, schedule: &Schedule) {
+    fn note_record(&mut self, record: Option<CompleteScrub>, schedule: &Schedule) {
         let Some(new) = record.filter(|_| record != self.record) else { return };
         let since = u64::try_from(cofolio_store::now().saturating_sub(new.time)).ok();
         let rest = schedule.scrub.zip(since);
@@ -173,7 +173,7 @@ pub(crate) fn run(
     let _ = rustix::process::nice(19);
     let task = &Task::new(cancel.clone(), |_| {});
     let mut all: BTreeMap<String, Due> = BTreeMap::new();
-    let failed = |error: &dyn std::fmt::Display| {
+    let failed = |error: &str| {
         done.lock().unwrap_or_else(PoisonError::into_inner).failures += 1;
         said(&format!("{}: {error}", work.name()));
     };
@@ -188,7 +188,7 @@ pub(crate) fn run(
                 if cancel.is_cancelled() {
                     return;
                 }
-                let ended = ended.map_err(|error| failed(&error));
+                let ended = ended.map_err(|error| failed(&with_causes(&error)));
                 if let Some(due) = all.get_mut(&name) {
                     due.ended(ended, schedule.delay);
                 }
@@ -200,10 +200,10 @@ pub(crate) fn run(
                 Ok(Some(names)) => {
                     list_from = Instant::now() + LIST_INTERVAL.min(schedule.delay);
                     list_failures = 0;
-                    look(&mut all, names, work, store, &schedule);
+                    refresh_due(&mut all, names, work, store, &schedule);
                 }
                 Err(error) => {
-                    failed(&error);
+                    failed(&with_causes(&error));
                     (list_from, list_failures) =
                         (Instant::now() + schedule.delay, list_failures + 1);
                 }
@@ -216,13 +216,13 @@ pub(crate) fn run(
                     let domain = store.domain(&its_name)?;
                     match work {
                         Work::Gc => collect(&domain, run, &schedule, task, said),
-                        Work::Scrub => read(&domain, &schedule, task, said),
+                        Work::Scrub => scrub(&domain, &schedule, task, said),
                     }
                 };
                 match Builder::new().spawn_scoped(scope, work) {
                     Ok(thread) => running = Some((name, thread)),
                     Err(error) => {
-                        failed(&format_args!("starting a thread: {error}"));
+                        failed(&format!("starting a thread: {error}"));
                         if let Some(due) = all.get_mut(&name) {
                             due.ended(Err(()), delay);
                         }
@@ -235,7 +235,7 @@ pub(crate) fn run(
 }
 
 /// Brings what is known of trust domains up to date: which there are, and complete scrubs.
-fn look(
+fn refresh_due(
     all: &mut BTreeMap<String, Due>,
     names: Vec<String>,
     work: Work,
@@ -249,7 +249,7 @@ fn look(
             Work::Scrub => store.domain(&name).ok().and_then(|domain| domain.complete_scrub()),
         };
         let due = all.entry(name).or_insert_with(|| Due::first(work, schedule));
-        due.take_record(record, schedule);
+        due.note_record(record, schedule);
     }
 }
 
@@ -321,7 +321,7 @@ fn collect(
     }
 }
 
-fn read(
+fn scrub(
     domain: &Domain,
     schedule: &Schedule,
     task: &Task,
@@ -381,8 +381,8 @@ mod tests {
         (done.into_inner().unwrap(), heard.into_inner().unwrap())
     }
 
-    /// Upkeep of a trust domain that cannot be read fails, is said and counted, and the next domain
-    /// has its turn all the same.
+    /// Upkeep of a trust domain that cannot be read fails, is said with its cause and counted, and the
+    /// next domain has its turn all the same. A full disk and a bad sector looked alike.
     #[test]
     fn a_domain_that_fails_holds_up_no_other() {
         let scratch = tempfile::tempdir().unwrap();
@@ -397,6 +397,7 @@ mod tests {
         assert!(path("c/sizes.json").exists(), "{heard:?}");
         assert_eq!((heard.len(), done.failures), (1, 1), "{heard:?}");
         assert!(heard[0].contains("domains/b"), "{heard:?}");
+        assert!(heard[0].contains("Not a directory"), "{heard:?}");
     }
 
     /// Retries come ever later, up to a day and a half, so the hours that the alert looked at had
@@ -495,7 +496,7 @@ mod tests {
         };
         let due = |complete| {
             let mut due = Due::first(Work::Scrub, &schedule(24, 30));
-            due.take_record(complete, &schedule(24, 30));
+            due.note_record(complete, &schedule(24, 30));
             due
         };
         let wait = |complete| due(complete).wait.unwrap().as_secs().div_ceil(3600);

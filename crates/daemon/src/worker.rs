@@ -1,7 +1,6 @@
 //! The thread that keeps the ledger up to date and answers questions about it.
 
-use std::collections::VecDeque;
-use std::fmt::Display;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
@@ -10,8 +9,8 @@ use cofolio_node::ledger::{
     Budget, FileOrder, ImageFiles, Ledger, LedgerError, ReclaimRequest, Reclaimed, ResidentSharing,
     thread_time,
 };
-use cofolio_store::Digest;
 use cofolio_store::task::Cancel;
+use cofolio_store::{Digest, with_causes};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tokio::sync::oneshot;
 
@@ -20,12 +19,10 @@ use crate::pace::Pace;
 use crate::published::{Costs, Encoded, Published};
 use crate::serve::Settings;
 
-/// The longest sleep, and the pause after which a thread that has spent its budget looks again.
-const TICK: Duration = Duration::from_millis(100);
-/// How long opened files wait in the kernel's queue when their part of the processor time is spent.
-/// Many at once take less. They keep their mount busy there, and unmounting waits half a second for
+/// The longest sleep. So long, too, opened files wait in the kernel's queue when their part of the
+/// processor time is spent: they keep their mount busy there, and unmounting waits half a second for
 /// such passing users.
-const OPENS_WAIT: Duration = Duration::from_millis(100);
+const TICK: Duration = Duration::from_millis(100);
 /// Processor time that a chore takes at once at most, if it can be divided.
 const SLICE_MAX: Duration = Duration::from_millis(5);
 /// Processor time that there must be for a chore. In slices of 0.15 ms, a look at all processes and
@@ -52,9 +49,29 @@ pub(crate) enum Question {
     Files(String, Digest, FileOrder, usize, Answer<Option<ImageFiles>>),
     Users(String, Digest, Answer<Option<Users>>),
     Sharing(String, usize, Answer<Option<ResidentSharing>>),
-    /// Takes all figures and drops pages. The answer to come is sent before the first page goes:
-    /// from then on it is not abandoned.
-    Reclaim(ReclaimRequest, Answer<oneshot::Receiver<Result<Reclaimed, LedgerError>>>),
+    /// Takes all figures and drops pages. What has begun is sent before the first page goes.
+    Reclaim(ReclaimRequest, Answer<BegunReclaim>),
+}
+
+/// A reclaim that drops pages. When this is dropped, it ends.
+#[derive(Debug)]
+pub(crate) struct BegunReclaim {
+    pub(crate) answer: oneshot::Receiver<Result<Reclaimed, LedgerError>>,
+    cancel: Cancel,
+}
+
+impl BegunReclaim {
+    /// With where its answer goes.
+    pub(crate) fn new(cancel: Cancel) -> (oneshot::Sender<Result<Reclaimed, LedgerError>>, Self) {
+        let (sends, answer) = oneshot::channel();
+        (sends, Self { answer, cancel })
+    }
+}
+
+impl Drop for BegunReclaim {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+    }
 }
 
 impl Question {
@@ -118,12 +135,12 @@ pub(crate) struct Worker {
 }
 
 /// What the thread does in turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Chore {
     Refresh,
     Processes,
     Residency,
-    Relieve,
+    Policy,
     Report,
 }
 
@@ -142,16 +159,18 @@ impl Worker {
         Ok((Self { ledger, published, settings, trusted, others, wake }, questions))
     }
 
-    /// Works until it is cancelled. `failed` hears of figures that could not be taken.
+    /// Works until it is cancelled. `failed` hears why figures could not be taken.
     ///
     /// Each turn answers one question, takes opened files out of the queue, and does a part of one
     /// chore. Whoever may reclaim (root, or the group) may take the time that an answer needs. Answers
     /// to others have a share of their own, so they can delay nobody but each other.
-    pub(crate) fn run(mut self, cancel: &Cancel, failed: &dyn Fn(&LedgerError)) {
+    pub(crate) fn run(mut self, cancel: &Cancel, failed: &dyn Fn(String)) {
         let mut can_watch = self.ledger.opens().is_some();
         // Once without a bound: whoever asks first wants an answer.
         let first = self.ledger.sample_all().and_then(|()| self.report());
-        first.err().iter().filter(|_| !cancel.is_cancelled()).for_each(failed);
+        if let Some(error) = first.err().filter(|_| !cancel.is_cancelled()) {
+            failed(with_causes(&error));
+        }
         let (mut pace, mut answers) = (Pace::new(0.0, PARTS), Pace::new(ANSWERS_SHARE, [1.0]));
         let (mut due, mut watch_from) = (Due::new(), Instant::now());
         let mut charged = thread_time();
@@ -164,26 +183,29 @@ impl Worker {
             self.ledger.set_policy(settings.reclaim);
             drop(settings);
             let before = thread_time();
-            let was_asked = self.answer_one(&mut answers);
+            let was_asked = self.answer_one(&mut answers, cancel);
             charged += thread_time().saturating_sub(before);
             pace.pass();
             if Instant::now() >= watch_from {
-                let taken = self.take_opens(&pace);
+                let taken = self.drain_opens(&pace);
                 if taken.is_err() {
-                    self.ledger.drop_opens();
+                    self.ledger.unwatch_opens();
                     watch_from = Instant::now() + due.period;
                 }
-                // Heard of once: where the kernel has no fanotify, each try fails.
-                taken.as_ref().err().into_iter().filter(|_| can_watch).for_each(failed);
+                // Said once: where the kernel has no fanotify, each try fails.
+                if let Some(error) = taken.as_ref().err().filter(|_| can_watch) {
+                    failed(with_causes(error));
+                }
                 can_watch = self.ledger.opens().is_some() || (can_watch && taken.is_ok());
             }
-            // With the last wait: opened files wake it often.
+            // With the wait before it: opened files end many waits.
             let taken = thread_time();
             pace.charge(OPENS, taken.saturating_sub(charged));
             if let Some((chore, allowance)) = due.next().zip(pace.allowance_of(FIGURES, SLICE_MIN))
             {
                 let worked = self.work_on(chore, &Budget::of(allowance.min(SLICE_MAX)));
-                failures.note(chore, &worked).into_iter().for_each(failed);
+                let error = worked.as_ref().err().map(|error| with_causes(error));
+                failures.note(chore, error).into_iter().for_each(failed);
                 // One that failed does not hold up the others.
                 due.worked(chore, worked.unwrap_or(true));
             }
@@ -196,9 +218,9 @@ impl Worker {
     }
 
     /// Answers a question, if there is one that may be answered now. Says whether there was.
-    fn answer_one(&mut self, pace: &mut Pace<1>) -> bool {
+    fn answer_one(&mut self, pace: &mut Pace<1>, cancel: &Cancel) -> bool {
         if let Ok(question) = self.trusted.try_recv() {
-            self.answer(question);
+            self.answer(question, cancel);
             return true;
         }
         pace.pass();
@@ -206,20 +228,20 @@ impl Worker {
             return false;
         };
         let start = thread_time();
-        self.answer(question);
+        self.answer(question, cancel);
         pace.charge(0, thread_time().saturating_sub(start));
         true
     }
 
     /// Takes opened files out of the kernel's queue, also without an allowance: the longer it is until
     /// there is one again. When there are far too many, none are watched until then.
-    fn take_opens(&mut self, pace: &Pace<2>) -> Result<(), LedgerError> {
+    fn drain_opens(&mut self, pace: &Pace<2>) -> Result<(), LedgerError> {
         if pace.is_overdrawn(OPENS) {
-            self.ledger.drop_opens();
+            self.ledger.unwatch_opens();
         } else if self.ledger.opens().is_none() && pace.allowance(OPENS).is_some() {
             self.ledger.watch_opens()?;
         }
-        self.ledger.take_opens(&Budget::of(SLICE_MAX))
+        self.ledger.drain_opens(&Budget::of(SLICE_MAX))
     }
 
     /// Does a part of a chore. Says whether it is complete.
@@ -228,7 +250,7 @@ impl Worker {
             Chore::Refresh => self.ledger.refresh(budget),
             Chore::Processes => self.ledger.sample_processes(budget),
             Chore::Residency => Ok(self.ledger.sample_residency(budget)),
-            Chore::Relieve => Ok(self.ledger.relieve(budget)),
+            Chore::Policy => Ok(self.ledger.apply_policy(budget)),
             Chore::Report => self.report().map(|_| true),
         }
     }
@@ -246,7 +268,7 @@ impl Worker {
     }
 
     /// Skips questions whose client has left or timed out.
-    fn answer(&mut self, question: Question) {
+    fn answer(&mut self, question: Question, cancel: &Cancel) {
         if question.is_abandoned() {
             return;
         }
@@ -273,11 +295,12 @@ impl Worker {
                 let _ = answer.send(Ok(self.ledger.sharing(&domain, max)));
             }
             Question::Reclaim(request, begun) => {
-                let (answer, to_come) = oneshot::channel();
+                let cancel = cancel.child();
+                let (answer, reclaim) = BegunReclaim::new(cancel.clone());
                 let sampled = self.ledger.sample_all();
                 let may_go = sampled.is_ok();
-                if begun.send(sampled.map(|()| to_come)).is_ok() && may_go {
-                    let _ = answer.send(self.ledger.reclaim(&request));
+                if begun.send(sampled.map(|()| reclaim)).is_ok() && may_go {
+                    let _ = answer.send(self.ledger.reclaim_until(&cancel, &request));
                 }
             }
         }
@@ -291,11 +314,7 @@ impl Worker {
         let watched = self.ledger.opens().filter(|_| may_watch).into_iter();
         let watched = watched.chain(self.ledger.mount_events());
         descriptors.extend(watched.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN)));
-        let tick = match may_watch {
-            _ if has_more => Duration::ZERO,
-            true => TICK,
-            false => OPENS_WAIT,
-        };
+        let tick = if has_more { Duration::ZERO } else { TICK };
         let timeout = Timespec {
             tv_sec: i64::try_from(tick.as_secs()).unwrap_or(1),
             tv_nsec: i64::from(tick.subsec_nanos()),
@@ -307,30 +326,27 @@ impl Worker {
 
 /// Why chores fail.
 #[derive(Debug, Default)]
-struct Failures(Vec<(Chore, String)>);
+struct Failures(HashMap<Chore, String>);
 
 impl Failures {
     /// The error of a chore that did not fail in the same way when it was worked on last: it may do so
     /// in every period.
-    fn note<'e, T, E: Display>(&mut self, chore: Chore, worked: &'e Result<T, E>) -> Option<&'e E> {
-        let error = worked.as_ref().err();
-        let is_known = error.is_some_and(|it| self.0.contains(&(chore, it.to_string())));
-        if !is_known {
-            self.0.retain(|(other, _)| *other != chore);
-            self.0.extend(error.map(|it| (chore, it.to_string())));
-        }
+    fn note(&mut self, chore: Chore, error: Option<String>) -> Option<String> {
+        let last = self.0.remove(&chore);
+        let is_known = error == last;
+        self.0.extend(error.clone().map(|it| (chore, it)));
         error.filter(|_| !is_known)
     }
 }
 
 /// When which chore is due: one after the other, each until it is complete. A round of
-/// [`Chore::Relieve`] may take hours, so it takes turns with the others.
+/// [`Chore::Policy`] may take hours, so it takes turns with the others.
 #[derive(Debug)]
 struct Due {
     period: Duration,
     chores: VecDeque<(Chore, Instant)>,
-    /// Whether a round of [`Chore::Relieve`] has begun and is not complete.
-    is_relieving: bool,
+    /// Whether a round of [`Chore::Policy`] has begun and is not complete.
+    is_in_policy: bool,
     /// Whether another chore was taken since its last part.
     is_its_turn: bool,
 }
@@ -338,12 +354,12 @@ struct Due {
 impl Due {
     fn new() -> Self {
         let chores =
-            [Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Relieve, Chore::Report];
+            [Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Policy, Chore::Report];
         let now = Instant::now();
         Self {
             period: Duration::ZERO,
             chores: chores.map(|chore| (chore, now)).into(),
-            is_relieving: false,
+            is_in_policy: false,
             is_its_turn: false,
         }
     }
@@ -361,21 +377,21 @@ impl Due {
     fn next(&self) -> Option<Chore> {
         let due =
             self.chores.front().filter(|(_, at)| *at <= Instant::now()).map(|(chore, _)| *chore);
-        let relieve = Some(Chore::Relieve).filter(|_| self.is_relieving);
-        if self.is_its_turn { relieve.or(due) } else { due.or(relieve) }
+        let policy = Some(Chore::Policy).filter(|_| self.is_in_policy);
+        if self.is_its_turn { policy.or(due) } else { due.or(policy) }
     }
 
     /// A part of a chore was taken. If the chore is complete, or goes on in turn with the others, it
     /// is due again after a period, behind the others.
     fn worked(&mut self, chore: Chore, is_complete: bool) {
-        let relieves = chore == Chore::Relieve;
-        if relieves {
-            self.is_relieving = !is_complete;
+        let is_policy = chore == Chore::Policy;
+        if is_policy {
+            self.is_in_policy = !is_complete;
         }
-        self.is_its_turn = !relieves;
+        self.is_its_turn = !is_policy;
         let is_first = self.chores.front().is_some_and(|(first, _)| *first == chore);
         if is_first
-            && (is_complete || relieves)
+            && (is_complete || is_policy)
             && let Some((_, at)) = self.chores.pop_front()
         {
             let next = (at + self.period).max(Instant::now());
@@ -410,7 +426,7 @@ mod tests {
         };
         let round = [turn(), turn(), turn(), turn(), turn()];
         let all =
-            [Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Relieve, Chore::Report];
+            [Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Policy, Chore::Report];
         assert_eq!(round, all);
         assert_eq!([turn(), turn(), turn(), turn(), turn()], round);
     }
@@ -419,15 +435,17 @@ mod tests {
     #[test]
     fn a_failure_is_said_once() {
         let mut failures = Failures::default();
-        let mut note =
-            |chore, worked: Result<(), &'static str>| failures.note(chore, &worked).copied();
-        assert_eq!(note(Chore::Refresh, Err("a")), Some("a"));
-        assert_eq!(note(Chore::Refresh, Err("a")), None);
-        assert_eq!(note(Chore::Processes, Err("a")), Some("a"));
-        assert_eq!(note(Chore::Refresh, Err("b")), Some("b"));
-        assert_eq!(note(Chore::Refresh, Err("b")), None);
-        assert_eq!(note(Chore::Refresh, Ok(())), None);
-        assert_eq!(note(Chore::Refresh, Err("b")), Some("b"));
+        let mut is_said = |chore, error: Option<&str>| {
+            let said = failures.note(chore, error.map(str::to_owned));
+            said.is_some_and(|said| Some(&*said) == error)
+        };
+        assert!(is_said(Chore::Refresh, Some("a")));
+        assert!(!is_said(Chore::Refresh, Some("a")));
+        assert!(is_said(Chore::Processes, Some("a")));
+        assert!(is_said(Chore::Refresh, Some("b")));
+        assert!(!is_said(Chore::Refresh, Some("b")));
+        assert!(!is_said(Chore::Refresh, None));
+        assert!(is_said(Chore::Refresh, Some("b")));
     }
 
     /// No figure was taken, and no report made, until all was dropped that a round of the policy
@@ -441,25 +459,25 @@ mod tests {
                 let chore = due.next().unwrap();
                 parts += usize::from(chore == Chore::Processes);
                 let is_part = chore == Chore::Processes && parts % parts_of_a_look > 0;
-                due.worked(chore, chore != Chore::Relieve && !is_part);
+                due.worked(chore, chore != Chore::Policy && !is_part);
                 chore
             };
             (0..count).map(turn).collect::<Vec<_>>()
         };
-        let (refresh, processes, residency, relieve, report) =
-            (Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Relieve, Chore::Report);
+        let (refresh, processes, residency, policy, report) =
+            (Chore::Refresh, Chore::Processes, Chore::Residency, Chore::Policy, Chore::Report);
         // It begins after a look at everything.
-        assert_eq!(turns(5, 1), [refresh, processes, residency, relieve, report]);
+        assert_eq!(turns(5, 1), [refresh, processes, residency, policy, report]);
         // From then on every other turn is its, also in a look that takes many.
-        let others: Vec<_> = turns(24, 5).into_iter().filter(|chore| *chore != relieve).collect();
+        let others: Vec<_> = turns(24, 5).into_iter().filter(|chore| *chore != policy).collect();
         let long_look = [processes; 5];
         let expected =
             [&[refresh][..], &long_look, &[residency, report, refresh], &long_look[..3]].concat();
         assert_eq!(others, expected);
         // Once it is complete, it comes again after the next look.
         let mut due = Due::new();
-        due.worked(Chore::Relieve, true);
+        due.worked(Chore::Policy, true);
         assert_eq!(due.next(), Some(refresh));
-        assert!(!due.is_relieving);
+        assert!(!due.is_in_policy);
     }
 }

@@ -100,7 +100,7 @@ fn sentence(reclaimed: &Reclaimed) -> String {
     }
     if reclaimed.unread_processes > 0 {
         let unread = reclaimed.unread_processes;
-        said.push_str(&format!("; processes that were looked at only in part: {unread}"));
+        said.push_str(&format!("; processes that may map more than could be read: {unread}"));
     }
     said
 }

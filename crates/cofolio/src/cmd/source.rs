@@ -228,10 +228,10 @@ impl Source {
     }
 
     /// Takes opened files from the kernel's queue, in a ledger of this process.
-    pub(super) fn take_opens(&mut self) {
+    pub(super) fn drain_opens(&mut self) {
         if let Self::Here { ledger, .. } = self {
             // The next report fails as well, and says so.
-            let _ = ledger.take_opens(&Budget::of(TAKE_OPENS));
+            let _ = ledger.drain_opens(&Budget::of(TAKE_OPENS));
         }
     }
 }

@@ -72,7 +72,7 @@ impl Events {
         Ok(())
     }
 
-    pub(super) fn drop_opens(&mut self, state: &mut State) {
+    pub(super) fn unwatch_opens(&mut self, state: &mut State) {
         (self.mounts, self.opens) = (None, None);
         state.unknown.end_watch(state.now());
         state.unused.note_missed_opens();
@@ -115,7 +115,7 @@ impl Events {
         of_mounts.into_iter().chain(of_opens)
     }
 
-    /// Watches all superblocks; `is_new` for a queue that watches none.
+    /// Watches all superblocks; `is_new`: the queue has no marks yet.
     pub(super) fn mark_all(&mut self, state: &mut State, is_new: bool) {
         if let Some(opens) = &self.opens {
             self.unmarked = state.superblocks.mark_all(&state.root, opens, is_new);
@@ -142,25 +142,25 @@ impl Events {
     }
 
     /// Once the slice of processor time is spent, takes events and begins another slice: for long
-    /// work between its steps. Unlike [`Ledger::take_opens`](super::Ledger::take_opens) it forgets no
+    /// work between its steps. Unlike [`Ledger::drain_opens`](super::Ledger::drain_opens) it forgets no
     /// image, so objects keep their numbers. An error comes again there.
-    pub(super) fn take_between(&mut self, state: &mut State, slice: &mut Budget) {
+    pub(super) fn drain_between(&mut self, state: &mut State, slice: &mut Budget) {
         if slice.is_spent() {
-            let _ = self.take(state, &Budget::of(SLICE));
+            let _ = self.drain(state, &Budget::of(SLICE));
             *slice = Budget::of(SLICE);
         }
     }
 
-    /// Takes up mounts that came, and notes opened files. Says whether none are left.
-    pub(super) fn take(&mut self, state: &mut State, budget: &Budget) -> Result<bool> {
+    /// Adds mounts that came, and notes opened files. Says whether none are left.
+    pub(super) fn drain(&mut self, state: &mut State, budget: &Budget) -> Result<bool> {
         if self.opens.is_none() {
             return Ok(true);
         }
-        self.take_mounts(state, budget);
-        self.take_opened(state, budget)
+        self.drain_mounts(state, budget);
+        self.drain_opened(state, budget)
     }
 
-    fn take_mounts(&mut self, state: &mut State, budget: &Budget) {
+    fn drain_mounts(&mut self, state: &mut State, budget: &Budget) {
         while let Some(news) = self.mounts.as_ref().and_then(MountEvents::read) {
             let changes = state.superblocks.follow(news.ids, &state.run, &state.index);
             state.forget_mounts(&changes);
@@ -173,7 +173,7 @@ impl Events {
     }
 
     /// Says whether the queue is empty.
-    fn take_opened(&mut self, state: &mut State, budget: &Budget) -> Result<bool> {
+    fn drain_opened(&mut self, state: &mut State, budget: &Budget) -> Result<bool> {
         let own = std::process::id();
         // A process opens many files in a row.
         let mut openers: HashMap<u32, Opener> = HashMap::new();

@@ -164,7 +164,7 @@ impl Index {
         &self.domains
     }
 
-    /// Images that were taken up, or that cannot be read.
+    /// Images that were added, or that cannot be read.
     pub(super) fn known_images(&self) -> usize {
         self.domains.iter().map(|it| it.images.len() + it.unreadable.len()).sum()
     }
@@ -189,7 +189,7 @@ impl Index {
         Ok(number)
     }
 
-    /// Whether an image that somebody asks for was taken up.
+    /// Whether an image that somebody asks for was added.
     ///
     /// # Errors
     /// [`Error::Unreadable`] where it can still not be read.
@@ -287,7 +287,7 @@ impl Index {
         self.by_digest.find(hash(domain, short), is).copied().map(ObjectId)
     }
 
-    /// Takes up domains and images that came, and drops those that went. What does not fit into the
+    /// Adds domains and images that came, and drops those that went. What does not fit into the
     /// budget is left to the next call: all new images but one. Says whether no new one is left,
     /// and gives the first [`Error::Io`] of a directory that cannot be listed: of what is in there,
     /// what was known stays. An image that cannot be read is no error. `now` is the time of

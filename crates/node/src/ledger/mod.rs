@@ -161,33 +161,33 @@ impl Ledger {
 
     /// Drops the queue of opened files, and notes none until [`Ledger::watch_opens`]. For a caller
     /// that has no time for them: in the queue they would keep their mounts busy.
-    pub fn drop_opens(&mut self) {
-        self.events.drop_opens(&mut self.state);
+    pub fn unwatch_opens(&mut self) {
+        self.events.unwatch_opens(&mut self.state);
     }
 
-    /// Becomes readable when [`Ledger::take_opens`] has something to do.
+    /// Becomes readable when [`Ledger::drain_opens`] has something to do.
     pub fn opens(&self) -> Option<BorrowedFd<'_>> {
         self.events.opens()
     }
 
-    /// Becomes readable when there are mounts for [`Ledger::take_opens`] to take up.
+    /// Becomes readable when there are mounts for [`Ledger::drain_opens`] to add.
     pub fn mount_events(&self) -> Option<BorrowedFd<'_>> {
         self.events.mounts()
     }
 
-    /// Takes up mounts that came, as far as the budget goes. Then takes note of the files that were
+    /// Adds mounts that came, as far as the budget goes. Then takes note of the files that were
     /// opened: at most as many as the kernel's queue holds by default, since others may be opened
     /// as fast as these are read. What is left when the budget is spent stays in the queue. Once
     /// that is empty, drops the mounts that went.
     ///
     /// # Errors
     /// [`LedgerError::Io`] if the queue cannot be read.
-    pub fn take_opens(&mut self, budget: &Budget) -> Result<()> {
-        let is_empty = self.events.take(&mut self.state, budget)?;
+    pub fn drain_opens(&mut self, budget: &Budget) -> Result<()> {
+        let is_empty = self.events.drain(&mut self.state, budget)?;
         if self.events.take_lost_mounts() {
             // Now that the queue has been read: this drops the mounts that went. A directory that
             // cannot be listed is reported by the next refresh.
-            let _ = self.take_up(budget);
+            let _ = self.refresh_all(budget);
             self.state.note_missed_opens();
         } else if is_empty {
             let changes = self.state.superblocks.drop_gone(&self.state.run);
@@ -196,20 +196,20 @@ impl Ledger {
         Ok(())
     }
 
-    /// Takes up images and mounts that came, and drops those that went. Says whether all new images
-    /// were taken up.
+    /// Adds images and mounts that came, and drops those that went. Says whether all new images
+    /// were added.
     ///
     /// # Errors
     /// [`LedgerError::Store`] where the store's directories cannot be listed, once all else is
     /// done.
     pub fn refresh(&mut self, budget: &Budget) -> Result<bool> {
-        let (is_complete, listed) = self.take_up(budget);
+        let (is_complete, listed) = self.refresh_all(budget);
         listed.map(|()| is_complete)
     }
 
-    /// See [`Ledger::refresh`]. Also says whether all new images were taken up where others cannot
+    /// See [`Ledger::refresh`]. Also says whether all new images were added where others cannot
     /// be listed.
-    fn take_up(&mut self, budget: &Budget) -> (bool, Result<()>) {
+    fn refresh_all(&mut self, budget: &Budget) -> (bool, Result<()>) {
         let Self { state, events, .. } = self;
         let (is_complete, listed, forgotten) = state.refresh_images(budget);
         events.forget(&forgotten);
@@ -245,26 +245,26 @@ impl Ledger {
         let slice = || Budget::of(SLICE);
         let mut known = None;
         // A refresh drops the mounts that went.
-        self.take_opens(&Budget::UNLIMITED)?;
+        self.drain_opens(&Budget::UNLIMITED)?;
         // Until no image is new: those that cannot be read are tried again and again.
-        while !self.take_up(&Budget::of(REFRESH_SLICE)).0
+        while !self.refresh_all(&Budget::of(REFRESH_SLICE)).0
             && known.replace(self.state.index.known_images())
                 != Some(self.state.index.known_images())
         {
             self.check_cancelled()?;
         }
-        self.take_opens(&Budget::UNLIMITED)?;
+        self.drain_opens(&Budget::UNLIMITED)?;
         self.processes.start_over();
         self.residency.start_over();
         self.check_cancelled()?;
         while !self.sample_processes(&slice())? {
             self.check_cancelled()?;
-            self.take_opens(&slice())?;
+            self.drain_opens(&slice())?;
         }
         // Last: a page that a process has just brought in has to be counted.
         while !self.sample_residency(&slice()) {
             self.check_cancelled()?;
-            self.take_opens(&slice())?;
+            self.drain_opens(&slice())?;
         }
         Ok(())
     }
@@ -329,12 +329,24 @@ impl Ledger {
         self.reclaimer().reclaim(request)
     }
 
+    /// The same until `cancel`, which is one of this request alone.
+    ///
+    /// # Errors
+    /// Those of [`Ledger::reclaim`].
+    pub fn reclaim_until(
+        &mut self,
+        cancel: &Cancel,
+        request: &ReclaimRequest,
+    ) -> Result<Reclaimed> {
+        Reclaim { cancel, ..self.reclaimer() }.reclaim(request)
+    }
+
     fn reclaimer(&mut self) -> Reclaim<'_> {
         let Self { state, events, cancel, .. } = self;
         Reclaim { state, events, cancel }
     }
 
-    /// Sets what [`Ledger::relieve`] does.
+    /// Sets what [`Ledger::apply_policy`] does.
     pub fn set_policy(&mut self, policy: ReclaimPolicy) {
         self.pressure.set_policy(policy, &mut self.state);
     }
@@ -347,12 +359,12 @@ impl Ledger {
     /// Does what the policy says, and goes on with the next call where the budget is spent: after
     /// an object that was dropped, a look at a cgroup, or a search. Says whether a round over all
     /// cgroups is complete.
-    pub fn relieve(&mut self, budget: &Budget) -> bool {
+    pub fn apply_policy(&mut self, budget: &Budget) -> bool {
         let Self { state, events, pressure, cancel, .. } = self;
-        pressure.relieve(&mut Reclaim { state, events, cancel }, budget)
+        pressure.apply_policy(&mut Reclaim { state, events, cancel }, budget)
     }
 
-    /// From now on, [`Ledger::take_opens`] keeps the order in which a container of `cofolio run`
+    /// From now on, [`Ledger::drain_opens`] keeps the order in which a container of `cofolio run`
     /// opens files of a trust domain. Opens of which nobody knows whose they were count as the
     /// container's.
     ///

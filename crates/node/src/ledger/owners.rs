@@ -29,7 +29,7 @@ pub(super) struct Groups {
 
 impl Groups {
     /// `cgroups`: each cgroup with the lowest group that contains it. `around`: the next group around
-    /// each group; one beyond its end is in no other.
+    /// each group; those beyond its end are in no other.
     pub(super) fn new(
         cgroups: impl Iterator<Item = (CgroupId, u32)>,
         around: impl Iterator<Item = Option<u32>>,

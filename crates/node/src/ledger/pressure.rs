@@ -182,8 +182,8 @@ impl Pressure {
         self.freed_bytes
     }
 
-    /// See [`Ledger::relieve`](super::Ledger::relieve).
-    pub(super) fn relieve(&mut self, reclaim: &mut Reclaim<'_>, budget: &Budget) -> bool {
+    /// See [`Ledger::apply_policy`](super::Ledger::apply_policy).
+    pub(super) fn apply_policy(&mut self, reclaim: &mut Reclaim<'_>, budget: &Budget) -> bool {
         if self.is_complete() {
             self.begin_round(reclaim.state);
         }
@@ -679,7 +679,7 @@ mod tests {
         planted.search();
         assert!(planted.ledger.state.note_use(SuperblockId(0), b, ObjectId(1)));
         assert!(planted.ledger.state.note_use(SuperblockId(0), a, ObjectId(3)));
-        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert!(planted.ledger.apply_policy(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0, 2]);
     }
 
@@ -703,7 +703,7 @@ mod tests {
             (found.objects.len(), found.shared.len(), found.unsure)
         };
         assert_eq!(left_alone(&planted.ledger), (0, 3, 3));
-        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert!(planted.ledger.apply_policy(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0; 0]);
         // Objects that have come into memory since were opened by somebody known.
         let now = planted.ledger.state.now();
@@ -714,7 +714,7 @@ mod tests {
         planted.ledger.state.uses.lists().touch(SuperblockId(0), a, ObjectId(1), now + 1);
         assert_eq!(left_alone(&planted.ledger), (1, 2, 2));
         planted.press(&["/pod/a"], 2);
-        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert!(planted.ledger.apply_policy(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [1, 3]);
     }
 
@@ -734,7 +734,7 @@ mod tests {
             std::fs::remove_file(path).unwrap();
         }
         planted.press(&["/pod/a"], 1);
-        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert!(planted.ledger.apply_policy(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [IN_VAIN_MAX]);
     }
 
@@ -748,13 +748,13 @@ mod tests {
         planted.press(&["/pod/a"], 1);
         planted.search();
         planted.ledger.state.note_missed_opens();
-        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert!(planted.ledger.apply_policy(&Budget::UNLIMITED));
         planted.ledger.state.unknown = UnknownUsers::default();
         *planted.ledger.state.unused.left_behind() = [2].map(ObjectId).into();
         planted.ledger.pressure.begin_round(&mut planted.ledger.state);
         planted.ledger.pressure.search_left_behind(&mut planted.ledger.state);
         planted.ledger.state.note_missed_opens();
-        assert!(planted.ledger.relieve(&Budget::UNLIMITED));
+        assert!(planted.ledger.apply_policy(&Budget::UNLIMITED));
         assert_eq!(planted.tried(), [0; 0]);
         assert_eq!(
             *planted.ledger.state.unused.left_behind(),

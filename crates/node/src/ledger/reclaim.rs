@@ -187,7 +187,7 @@ impl Reclaim<'_> {
         let mappings = self.mappings(&scope, request.shared, &objects);
         reclaimed.unread_processes = mappings.unread;
         // An error comes again in the next round.
-        let _ = self.events.take(self.state, &Budget::of(SLICE));
+        let _ = self.events.drain(self.state, &Budget::of(SLICE));
         self.drop_objects(&objects, bytes, &mappings, &mut reclaimed);
         self.state.since = None;
         Ok(reclaimed)
@@ -204,7 +204,7 @@ impl Reclaim<'_> {
         let mut slice = Budget::of(SLICE);
         let pids = match (scope, self.state.hierarchy.as_ref().ok().cloned()) {
             (Scope::Cgroups(path, _), Some(hierarchy)) if !with_others => hierarchy
-                .processes(path, || self.events.take_between(self.state, &mut slice))
+                .processes(path, || self.events.drain_between(self.state, &mut slice))
                 .or_else(|_| processes::all(&self.state.root)),
             _ => processes::all(&self.state.root),
         };
@@ -216,7 +216,7 @@ impl Reclaim<'_> {
             if self.cancel.is_cancelled() {
                 break;
             }
-            self.events.take_between(self.state, &mut slice);
+            self.events.drain_between(self.state, &mut slice);
             if !self.add_mappings(pid, &wanted, &mut found, &mut steps_left) {
                 slice = Budget::of(Duration::ZERO);
             }
@@ -270,7 +270,7 @@ impl Reclaim<'_> {
             if reclaimed.freed_bytes >= bytes || self.cancel.is_cancelled() {
                 break;
             }
-            self.events.take_between(self.state, &mut slice);
+            self.events.drain_between(self.state, &mut slice);
             if let Some(user) = self.state.since.as_ref().and_then(|since| since.other_user(*id)) {
                 reclaimed.shared_objects += 1;
                 reclaimed.shared_bytes += self.state.index.resident_bytes(*id);

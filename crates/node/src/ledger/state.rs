@@ -75,7 +75,7 @@ impl State {
         u32::try_from(ticks).unwrap_or(u32::MAX).saturating_add(1)
     }
 
-    /// Takes up images that came, and drops those that went, as [`Index::refresh`] does. Also gives
+    /// Adds images that came, and drops those that went, as [`Index::refresh`] does. Also gives
     /// the objects that went, whose numbers new ones may have. The usage lists need not drop these:
     /// see [`Object::absent`](super::index::Object::absent).
     pub(super) fn refresh_images(
@@ -93,7 +93,7 @@ impl State {
         (is_complete, listed, forgotten)
     }
 
-    /// Takes up mounts that came, drops those that went, and looks which cgroups went.
+    /// Adds mounts that came, drops those that went, and looks which cgroups went.
     pub(super) fn refresh_users(&mut self) {
         let changes = self.superblocks.refresh(&self.run, &self.index);
         if let Ok(hierarchy) = &self.hierarchy {

@@ -37,7 +37,7 @@ pub(super) struct UnknownUsers {
 }
 
 impl UnknownUsers {
-    /// Files that were opened since the last watch ended were missed.
+    /// Opens between the end of the last watch and now were missed.
     pub(super) fn begin_watch(&mut self, now: u32) {
         self.is_watched = true;
         self.missed = self.missed.map(|_| now);

@@ -330,7 +330,7 @@ impl<'d> Recorder<'d> {
     /// # Errors
     /// [`ProfileError::Ledger`].
     pub fn take(&mut self) -> Result<(), ProfileError> {
-        Ok(self.ledger.take_opens(&Budget::UNLIMITED)?)
+        Ok(self.ledger.drain_opens(&Budget::UNLIMITED)?)
     }
 
     /// The profile, and how often opened files were not noted.

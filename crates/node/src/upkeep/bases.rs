@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use cofolio_image::compose::base::{BaseError, Based, Over};
 use cofolio_store::ErrorKind::{Caller, Conflict, Corrupt};
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Ref};
+use cofolio_store::{Digest, Domain, Ref, with_causes};
 use serde::Serialize;
 
 use super::UpkeepError;
@@ -68,7 +68,7 @@ pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, UpkeepError> {
                 {
                     return Err(error.into());
                 }
-                Err(error) => report.failed.push(error.to_string()),
+                Err(error) => report.failed.push(with_causes(&error)),
             }
         }
     }

@@ -261,7 +261,7 @@ fn a_mount_that_is_writable_in_part_is_used_through_both_its_parts() {
     match watches {
         Ok(()) => {
             let openers = ["shared", "deep/own"].map(|file| Holder::opener(&two.join(file), &b));
-            ledger.take_opens(&Budget::UNLIMITED).unwrap();
+            ledger.drain_opens(&Budget::UNLIMITED).unwrap();
             ledger.sample_all().unwrap();
             let report = ledger.report().unwrap();
             let (in_a, in_b) = (account(&report, &a), account(&report, &b));
@@ -272,7 +272,7 @@ fn a_mount_that_is_writable_in_part_is_used_through_both_its_parts() {
         Err(reason) => println!("SKIP {test}: {reason}"),
     }
     drop(holders);
-    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     [one, two].iter().for_each(|target| pair.umount(target));
 }
 
@@ -396,7 +396,7 @@ fn a_mount_in_the_place_of_another_is_seen() {
         let target = pair.mount(0, "m", access);
         ledger.refresh(&Budget::UNLIMITED).unwrap();
         let opener = Holder::opener(&target.join("shared"), &cgroup);
-        ledger.take_opens(&Budget::UNLIMITED).unwrap();
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
         assert_eq!(account(&ledger.report().unwrap(), &cgroup).used_bytes, SIZE as u64);
         drop(opener);
         pair.umount(&target);

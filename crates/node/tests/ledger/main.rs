@@ -36,7 +36,7 @@ use cofolio_node::ledger::{
 };
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::profile::Recorder;
-use cofolio_store::task::Task;
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Store};
 use live::{Holder, alone, cgroup, next_tick};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};

@@ -115,7 +115,7 @@ fn opens_are_seen_on_mounts_that_are_found_through_processes() {
     while !ledger.sample_processes(&Budget::UNLIMITED).unwrap() {}
     let opener = Holder::opener(&two.join("deep/own"), &group);
     fs::read(two.join("deep/own")).unwrap();
-    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     ledger.sample_residency(&Budget::UNLIMITED);
     let of = |ledger: &Ledger, salt| ledger.users("default", &pair.object(salt)).unwrap().len();
     assert_eq!([of(&ledger, 0), of(&ledger, 2)], [1, 1]);

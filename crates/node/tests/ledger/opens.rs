@@ -28,7 +28,7 @@ fn opened_files_count_and_changed_ones_do_not() {
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert_eq!(lines.next().unwrap().unwrap(), "done");
-        ledger.take_opens(&Budget::UNLIMITED).unwrap();
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
         drop(child.stdin.take());
         child.wait().unwrap();
     };
@@ -65,13 +65,13 @@ fn what_is_opened_right_after_a_mount_is_seen() {
     // The superblocks of later ones get the device numbers of earlier ones.
     for access in [Access::Writable, Access::ReadOnly, Access::ReadOnly, Access::Writable] {
         let target = pair.mount(1, "m2", access.clone());
-        ledger.take_opens(&Budget::UNLIMITED).unwrap();
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
         let opener = Holder::opener(&target.join("deep/own"), &group);
         fs::read(target.join("deep/own")).unwrap();
         assert_eq!(users(&mut ledger, &pair), [0, 0, 1], "{access:?}");
         drop(opener);
         pair.umount(&target);
-        ledger.take_opens(&Budget::UNLIMITED).unwrap();
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
         pair.forget_all();
     }
 }
@@ -122,7 +122,7 @@ fn lost_events_of_mounts_are_made_up_for() {
         fs::remove_file(&record).unwrap();
     }
     let target = pair.mount(1, "m2", Access::ReadOnly);
-    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     let opener = Holder::opener(&target.join("deep/own"), &group);
     fs::read(target.join("deep/own")).unwrap();
     assert_eq!(users(&mut ledger, &pair), [0, 0, 1]);
@@ -142,11 +142,11 @@ fn what_was_opened_right_before_an_unmount_is_seen() {
     // Opens of processes that have ended count as the container's.
     ledger.record_opens("default", "any").unwrap();
     let target = pair.mount(1, "m2", Access::Writable);
-    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     drop(Holder::opener(&target.join("deep/own"), &group));
     let options = UmountOptions { force: true, ..UmountOptions::default() };
     pair.mounter().umount(&target, &options).unwrap();
-    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     assert_eq!(ledger.recorded(), [pair.object(2)]);
 }
 
@@ -210,7 +210,7 @@ fn loses_opens() {
     let free = File::open(&two).unwrap().as_raw_fd().cast_unsigned();
     let none_free = Rlimit { current: Some(u64::from(free)), maximum: before.maximum };
     setrlimit(Resource::Nofile, none_free).unwrap();
-    let taken = ledger.take_opens(&Budget::UNLIMITED);
+    let taken = ledger.drain_opens(&Budget::UNLIMITED);
     let mut blind = pair.ledger();
     let watched = blind.watch_opens();
     setrlimit(Resource::Nofile, before).unwrap();
@@ -225,7 +225,7 @@ fn loses_opens() {
     let run = "i=0; while [ $i -lt $1 ]; do : >\"$0/$i\"; i=$((i + 1)); done";
     let made = Command::new("sh").args(["-c", run]).arg(&two).arg(count.to_string()).status();
     assert!(made.unwrap().success());
-    ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     assert_eq!(unknown(&ledger).overflows, 1);
     let opener = Holder::opener(&two.join("deep/own"), &group);
     fs::read(two.join("deep/own")).unwrap();

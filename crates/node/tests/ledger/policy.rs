@@ -54,7 +54,7 @@ impl Opened {
     /// Does what the policy says after a look at what came and went.
     fn relieve(&mut self) -> Vec<bool> {
         self.ledger.refresh(&Budget::UNLIMITED).unwrap();
-        assert!(self.ledger.relieve(&Budget::UNLIMITED));
+        assert!(self.ledger.apply_policy(&Budget::UNLIMITED));
         self.resident()
     }
 }
@@ -215,7 +215,7 @@ fn a_step_of_the_policy_ends_with_its_budget() {
     let Some((mut opened, holders)) = three_opened(test, &a) else { return };
     let mut left = 3;
     loop {
-        let is_complete = opened.ledger.relieve(&Budget::of(Duration::ZERO));
+        let is_complete = opened.ledger.apply_policy(&Budget::of(Duration::ZERO));
         let resident = opened.resident().iter().filter(|it| **it).count();
         assert!(left - resident <= 1, "{left} and then {resident}");
         left = resident;
@@ -236,12 +236,12 @@ fn what_another_container_opens_between_two_steps_stays() {
     let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
     let Some((mut opened, holders)) = three_opened(test, &a) else { return };
     while opened.resident() == [true; 3] {
-        assert!(!opened.ledger.relieve(&Budget::of(Duration::ZERO)));
+        assert!(!opened.ledger.apply_policy(&Budget::of(Duration::ZERO)));
     }
     let number = opened.resident().iter().position(|it| *it).unwrap();
     let other = Holder::opener(&opened.top.join(THREE[number].0), &b);
-    opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
-    assert!(opened.ledger.relieve(&Budget::UNLIMITED));
+    opened.ledger.drain_opens(&Budget::UNLIMITED).unwrap();
+    assert!(opened.ledger.apply_policy(&Budget::UNLIMITED));
     let mut left = [false; 3];
     left[number] = true;
     assert_eq!(opened.resident(), left);
@@ -304,7 +304,7 @@ fn what_a_brief_container_leaves_behind_is_dropped() {
     let Some(mut opened) = Opened::new(test, &[("used", 10), ("unused", 11)]) else { return };
     opened.ledger.set_policy(ReclaimPolicy { left_behind: true, ..ReclaimPolicy::default() });
     let opener = Holder::opener(&opened.top.join("used"), &a);
-    opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    opened.ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     drop((opener, a));
     assert_eq!(opened.relieve(), [false, true]);
     opened.pair.umount(&opened.top);
@@ -321,7 +321,7 @@ fn what_a_brief_container_shared_stays() {
     opened.ledger.set_policy(ReclaimPolicy { left_behind: true, ..ReclaimPolicy::default() });
     let [of_a, of_both, of_b] = [("of-a", &a), ("both", &a), ("both", &b)]
         .map(|(file, group)| Holder::opener(&opened.top.join(file), group));
-    opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    opened.ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     drop((of_a, of_both, a));
     assert_eq!(opened.relieve(), [true, false]);
     drop(of_b);
@@ -359,7 +359,7 @@ fn new_objects_are_not_taken_for_what_was_left_behind() {
     let Some(mut opened) = Opened::new(test, &[("used", 10)]) else { return };
     opened.ledger.set_policy(ReclaimPolicy { left_behind: true, ..ReclaimPolicy::default() });
     let opener = Holder::opener(&opened.top.join("used"), &a);
-    opened.ledger.take_opens(&Budget::UNLIMITED).unwrap();
+    opened.ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     drop((opener, a));
     opened.ledger.refresh(&Budget::UNLIMITED).unwrap();
     opened.pair.umount(&opened.top);

@@ -172,6 +172,10 @@ fn reclaim_of_an_image_and_of_a_domain() {
     read_all();
     ledger.sample_all().unwrap();
     let one = UsedImage { domain: "default".into(), image: pair.images[0] };
+    let cancelled = Cancel::default();
+    cancelled.cancel();
+    let nothing = ledger.reclaim_until(&cancelled, &all_of(ReclaimTarget::Image(one.clone())));
+    assert_eq!((nothing.unwrap().objects, resident()), (0, [pages; 3]));
     let found = ledger.reclaim(&all_of(ReclaimTarget::Image(one.clone()))).unwrap();
     assert_eq!((found.freed_bytes, found.shared_bytes), (size, size));
     assert_eq!(resident(), [pages, 0, pages]);

@@ -43,7 +43,7 @@ impl Worker {
                 let ask = match asked.recv_timeout(TAKE_OPENS) {
                     Ok(ask) => ask,
                     Err(RecvTimeoutError::Timeout) => {
-                        source.take_opens();
+                        source.drain_opens();
                         continue;
                     }
                     Err(RecvTimeoutError::Disconnected) => return,

@@ -86,7 +86,7 @@ impl Sighting {
 }
 
 impl Superblocks {
-    /// Takes up a superblock that only the mount namespace of a process shows.
+    /// Adds a superblock that only the mount namespace of a process shows.
     pub(super) fn adopt(
         &mut self,
         mapping: &Mapping<'_>,
@@ -235,7 +235,7 @@ impl Superblocks {
     }
 
     /// An adopted superblock that the run directory shows by now: what is known of its users stays.
-    pub(super) fn take_over(
+    pub(super) fn promote_adopted(
         &mut self,
         domain: u16,
         shown: &ShownSuperblock,

@@ -59,7 +59,7 @@ impl Superblocks {
     /// Learns the devices of the layers of a superblock, unless they are known.
     pub(super) fn learn_devices(&mut self, slot: usize, index: &Index) {
         let Some(superblock) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
-        // A superblock that was dropped only now may have had the number of a newer one's files.
+        // One that was just dropped may have had this device number.
         for (device, _) in &superblock.layer_devices {
             self.by_file_device.entry(*device).or_insert(slot);
         }

@@ -15,7 +15,7 @@
 //! as it does in the kernel's own lists.
 //!
 //! The run directory shows most superblocks. Others are adopted through a process (see
-//! [`adopted`]): they exist in another mount namespace only, or could not be taken up yet.
+//! [`adopted`]): they exist in another mount namespace only, or could not be added yet.
 
 mod adopted;
 mod layers;
@@ -146,17 +146,19 @@ impl Superblock {
 #[derive(Debug, Default)]
 pub(super) struct Superblocks {
     slots: Vec<Option<Superblock>>,
+    /// Slots without one.
+    free: Vec<usize>,
     by_device: HashMap<Device, usize>,
     /// `st_dev` of files on them.
     by_file_device: HashMap<Device, usize>,
-    /// What the run directory shows and was taken up, by path.
+    /// What the run directory shows and was added, by path.
     entries: HashMap<PathBuf, (RunEntry, Option<usize>)>,
     tables: Tables,
     /// What mount namespaces of processes show, since the last refresh.
     namespaces: Namespaces,
     /// The look at a process that goes on.
     look: Look,
-    /// Taken up or adopted, and not marked yet.
+    /// Added or adopted, and not marked yet.
     to_mark: Vec<SuperblockId>,
     /// Records of mounts that went, while their superblocks are still known.
     gone: Vec<String>,

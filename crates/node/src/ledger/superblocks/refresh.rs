@@ -39,7 +39,7 @@ pub(in super::super) struct Changes {
 }
 
 impl Superblocks {
-    /// Takes up what was mounted and drops what was unmounted since the last call. Looks at each
+    /// Adds what was mounted and drops what was unmounted since the last call. Looks at each
     /// shared superblock of the run directory; of the records of mounts, reads those that are new
     /// or changed.
     ///
@@ -73,14 +73,14 @@ impl Superblocks {
 
         for shown in &shared.found {
             let entry = RunEntry::Superblock(shown.device);
-            self.take_up(&shown.path, entry, Some(shown), run, index, &mut changes);
+            self.add_entry(&shown.path, entry, Some(shown), run, index, &mut changes);
         }
         for (id, path, entry) in records {
-            if self.is_taken_up(&path, entry) {
+            if self.has_entry(&path, entry) {
                 continue;
             }
             let taken = run.record(&id).and_then(|record| match record {
-                Some(it) => self.take_up_record(&it, entry, run, &mounts, index, &mut changes),
+                Some(it) => self.add_record(&it, entry, run, &mounts, index, &mut changes),
                 None => {
                     self.drop_entry(&path, &mut changes);
                     Ok(())
@@ -100,8 +100,8 @@ impl Superblocks {
         changes
     }
 
-    /// Takes up at once what these records of mounts say, and notes those that went for
-    /// [`Superblocks::drop_gone`]. What cannot be taken up yet is left to the next
+    /// Adds at once what these records of mounts say, and notes those that went for
+    /// [`Superblocks::drop_gone`]. What cannot be added yet is left to the next
     /// [`Superblocks::refresh`].
     pub(in super::super) fn follow(
         &mut self,
@@ -115,13 +115,13 @@ impl Superblocks {
             let path = path_of_record(run, &id);
             match fs::symlink_metadata(&path).and_then(|it| RunEntry::of_record(&it)) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => self.gone.push(id),
-                Ok(entry) if !self.is_taken_up(&path, entry) => {
+                Ok(entry) if !self.has_entry(&path, entry) => {
                     let Ok(record) = run.record(&id) else { continue };
                     let Some(record) = record else {
                         self.drop_entry(&path, &mut changes);
                         continue;
                     };
-                    let _ = self.take_up_record(&record, entry, run, &mounts, index, &mut changes);
+                    let _ = self.add_record(&record, entry, run, &mounts, index, &mut changes);
                     self.follow_shared(&record, run, index, &mut changes);
                 }
                 _ => {}
@@ -146,7 +146,7 @@ impl Superblocks {
         changes
     }
 
-    /// Takes up the superblocks that a read-only mount shares with others.
+    /// Adds the superblocks that a read-only mount shares with others.
     fn follow_shared(
         &mut self,
         record: &MountRecord,
@@ -159,14 +159,14 @@ impl Superblocks {
         }
         for shown in run.shared_superblocks_of(&record.domain, record.image).found {
             let entry = RunEntry::Superblock(shown.device);
-            self.take_up(&shown.path, entry, Some(&shown), run, index, changes);
+            self.add_entry(&shown.path, entry, Some(&shown), run, index, changes);
             // Also a known one: its device number may have been reused.
             let slot = self.entries.get(&shown.path).and_then(|(_, slot)| *slot);
             self.to_mark.extend(slot.and_then(id_of));
         }
     }
 
-    fn take_up_record(
+    fn add_record(
         &mut self,
         record: &MountRecord,
         entry: RunEntry,
@@ -178,7 +178,7 @@ impl Superblocks {
         let path = path_of_record(run, &record.id);
         let own = record.own_superblock(run, mounts)?;
         if own.is_some() || !record.may_have_own_superblock() {
-            self.take_up(&path, entry, own.as_ref(), run, index, changes);
+            self.add_entry(&path, entry, own.as_ref(), run, index, changes);
         } else {
             // It may come to its target later.
             self.drop_entry(&path, changes);
@@ -186,7 +186,7 @@ impl Superblocks {
         Ok(())
     }
 
-    fn is_taken_up(&self, path: &Path, entry: RunEntry) -> bool {
+    fn has_entry(&self, path: &Path, entry: RunEntry) -> bool {
         self.entries.get(path).is_some_and(|(known, _)| *known == entry)
     }
 
@@ -196,9 +196,9 @@ impl Superblocks {
         }
     }
 
-    /// Takes up what an entry of the run directory shows. If that cannot be done yet, the next
-    /// refresh tries it again.
-    fn take_up(
+    /// Adds what an entry of the run directory shows. If that cannot be done yet, the next refresh
+    /// tries it again.
+    fn add_entry(
         &mut self,
         path: &Path,
         entry: RunEntry,
@@ -207,7 +207,7 @@ impl Superblocks {
         index: &Index,
         changes: &mut Changes,
     ) {
-        if self.is_taken_up(path, entry) {
+        if self.has_entry(path, entry) {
             return;
         }
         self.drop_entry(path, changes);
@@ -227,7 +227,7 @@ impl Superblocks {
                 let layers = self.tables.layers(index, domain, &images, shown.backend);
                 let Some(layers) = layers else { return };
                 self.drop_ended(shown.device, changes);
-                let slot = self.take_over(domain, shown, &layers, changes);
+                let slot = self.promote_adopted(domain, shown, &layers, changes);
                 let Some(slot) = slot.or_else(|| self.add(domain, shown, layers)) else { return };
                 Some(slot)
             }
@@ -255,7 +255,7 @@ impl Superblocks {
         }
     }
 
-    /// Fails for a device that is known: then a superblock that was not dropped yet had its number.
+    /// `None` if the device's number is still that of a superblock that has gone.
     fn add(
         &mut self,
         domain: u16,
@@ -282,7 +282,7 @@ impl Superblocks {
     }
 
     pub(super) fn insert(&mut self, superblock: Superblock) -> usize {
-        let slot = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
+        let slot = self.free.pop().unwrap_or(self.slots.len());
         if slot == self.slots.len() {
             self.slots.push(None);
         }
@@ -296,6 +296,7 @@ impl Superblocks {
 
     pub(super) fn remove(&mut self, slot: usize) -> Option<SuperblockId> {
         let superblock = self.slots.get_mut(slot)?.take()?;
+        self.free.push(slot);
         let devices = superblock.layer_devices.iter().map(|(device, _)| *device);
         for device in devices.chain([superblock.device]) {
             for by_device in [&mut self.by_device, &mut self.by_file_device] {
