@@ -168,7 +168,13 @@ impl Worker {
     fn start() -> io::Result<Self> {
         let (jobs, to_do) = mpsc::channel::<Job>();
         let thread = std::thread::Builder::new().name("address-space".to_owned());
-        let thread = thread.spawn(move || to_do.into_iter().for_each(|job| job()))?;
+        let work = move || {
+            // Whoever starts it may have a low priority, and others would wait for it. An
+            // unprivileged process cannot raise it.
+            let _ = rustix::process::setpriority_process(None, 0);
+            to_do.into_iter().for_each(|job| job());
+        };
+        let thread = thread.spawn(work)?;
         Ok(Self { jobs, thread })
     }
 }
@@ -304,6 +310,23 @@ mod tests {
                 std::thread::yield_now();
             }
         }
+    }
+
+    /// The daemon's garbage collection, of the lowest priority, started the thread that the ledger used
+    /// from then on: on a busy machine processes did not answer in time.
+    #[test]
+    fn the_thread_has_its_own_priority() {
+        use rustix::process::{geteuid, getpriority_process, nice};
+        if !geteuid().is_root() {
+            return println!("SKIP the_thread_has_its_own_priority: it takes root");
+        }
+        let threads = Threads::new(Duration::from_secs(600), 1);
+        let priority = || {
+            nice(19)?;
+            threads.access(Path::new("/1"), || Ok(getpriority_process(None)?))
+        };
+        let priority = std::thread::scope(|scope| scope.spawn(priority).join().unwrap());
+        assert_eq!(priority.unwrap(), 0);
     }
 
     /// The ledger's thread read `/proc/PID/pagemap` of a process whose `mmap_lock` was held for
