@@ -22,8 +22,8 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 /// say, at low priority; exit code 4 if one is wrong.
 ///
 /// With --to or --older-than, names of images go first: those whose last import, mount or unmount is
-/// longest ago. Images that are mounted, leased or pinned (`cofolio tag --keep`) stay, as do those used
-/// within `store.limit.keep_days`.
+/// longest ago. Images that are mounted, leased or pinned (`cofolio tag --keep`) stay, as do those that
+/// kept changes are of (`cofolio mounts` lists them) and those used within `store.limit.keep_days`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio gc --dry-run\n  cofolio gc\n  \
     cofolio gc --to \"50 GiB\" --dry-run\n  cofolio gc --older-than 30")]

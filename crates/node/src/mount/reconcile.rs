@@ -391,7 +391,9 @@ impl Mounter<'_> {
         mounts.iter().filter(is_orphan).cloned().collect()
     }
 
-    /// Mounted images of this domain, which garbage collection must keep, by record, pin or kernel.
+    /// Images of this domain that garbage collection must keep: mounted ones, by record, pin or kernel,
+    /// and those that kept changes are of. A file of which only the mode was changed has its content in
+    /// the image alone.
     ///
     /// # Errors
     /// [`MountError::Io`]; [`MountError::State`] for a damaged record, which might name any image.
@@ -403,8 +405,12 @@ impl Mounter<'_> {
             return Err(error);
         }
         let own = self.domain.name();
-        let recorded = records.iter().filter(|it| it.domain == own && it.boot_id == kernel.boot_id);
-        images.extend(recorded.map(|record| record.image));
+        let is_live = |record: &&MountRecord| {
+            record.domain == own
+                && (record.boot_id == kernel.boot_id || upper::kept_dir(record).is_some())
+        };
+        images.extend(records.iter().filter(is_live).map(|record| record.image));
+        images.extend(upper::kept(self.domain, &self.run)?.into_iter().filter_map(|it| it.image));
         let pinned = self.pinned_images()?.into_iter().filter(|(domain, _)| domain == own);
         images.extend(pinned.map(|(_, image)| image));
         images.extend(kernel.mounts.get()?.iter().filter_map(KernelMount::image));

@@ -506,8 +506,9 @@ fn a_reboot_leaves_nothing_but_what_is_to_be_kept() {
     mounter.discard_kept(&torn_dir).unwrap();
     let done = mounter.reconcile().unwrap();
     assert_eq!((done.mounts.len(), &done.failed), (3, &Vec::new()), "{done:?}");
-    assert!(mounter.live_images().unwrap().is_empty());
+    assert_eq!(mounter.live_images().unwrap(), [fixture.image], "the changes need it");
     fs::remove_dir_all(kept_dir).expect("it was to be kept");
+    assert!(mounter.live_images().unwrap().is_empty());
     fixture.assert_clean("after the reboot");
 
     // The run directory is on a tmpfs as a rule, and gone.

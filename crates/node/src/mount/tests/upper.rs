@@ -49,6 +49,30 @@ fn changes_that_cannot_be_kept_stay_mounted() {
     fixture.assert_clean("at the end");
 }
 
+/// Of a file whose mode alone was changed, kept changes have no content. Garbage collection removed the
+/// image that has it, and the file was zeros.
+#[test]
+fn kept_changes_keep_their_image() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let (large, _) = fixture.files.iter().max_by_key(|(_, content)| content.len()).unwrap();
+    fs::set_permissions(request.target.join(large), fs::Permissions::from_mode(0o640)).unwrap();
+    let kept = mounter.umount(&request.target, &KEEP).unwrap().upper.unwrap();
+    for (name, _) in fixture.domain.refs().unwrap() {
+        fixture.domain.remove_ref(&name).unwrap();
+    }
+    assert_eq!(fixture.gc().images, 0);
+    let access = Access::WritableAt(kept.clone());
+    mounter.mount(&MountRequest { access, ..request.clone() }).unwrap();
+    fixture.check_content(&request.target);
+    umount(&mounter, &request.target);
+    mounter.discard_kept(&kept).unwrap();
+    assert_eq!(fixture.gc().images, 1);
+}
+
 /// A process that was killed between taking the mount away and writing its changes to the disk left a
 /// mark of overlayfs, `volatile`, that no later mount got past.
 #[test]
