@@ -399,7 +399,10 @@ fn of_backend(error: &BackendError) -> Classified {
         BackendError::PlainPacks { .. } => {
             hint(Exit::Usage, "`cofolio backend inode-share --lz4` makes all of them anew")
         }
-        BackendError::Mounted { .. } => hint(Exit::Busy, "`cofolio umount --all` unmounts them"),
+        BackendError::Mounted { .. } => hint(
+            Exit::Busy,
+            "`cofolio stop` ends a container, and `cofolio umount --all` unmounts the rest",
+        ),
         BackendError::Kernel { .. } => hint(
             Exit::Missing,
             "it takes Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE; `overlay` shares as much",

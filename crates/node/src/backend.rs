@@ -94,6 +94,10 @@ pub fn set(
     if now.is_ok_and(|now| now == (backend, form)) {
         return Ok(());
     }
+    // First: nobody is to unmount anything in vain.
+    if backend == Backend::InodeShare {
+        check_kernel()?;
+    }
     let own = |name: &str| name == domain.name();
     let mut mounts = 0;
     let is_idle = Patience::default().wait(|| {
@@ -114,7 +118,6 @@ pub fn set(
     if backend != Backend::InodeShare {
         return Ok(domain.set_backend(backend, form)?);
     }
-    check_kernel()?;
     let options = PackOptions { form, ..PackOptions::default() };
     let images = domain.images()?;
     for image in &images {
