@@ -135,8 +135,9 @@ fn only_the_named_directories_are_writable() {
     let listed = sandbox.run(&["mounts"]);
     // The command that it named lacked the directory, the image and the target.
     let named = listed.stderr.split('`').find_map(|it| it.strip_prefix("cofolio mount "));
-    let words = named.unwrap_or_else(|| panic!("{}", listed.stderr)).split(' ');
-    sandbox.run(&["mount"].into_iter().chain(words).collect::<Vec<_>>()).ok();
+    let named = named.unwrap_or_else(|| panic!("{}", listed.stderr));
+    let named = format!("mount --create {}", named.replace("TARGET", &target));
+    sandbox.run(&named.split(' ').collect::<Vec<_>>()).ok();
     assert_eq!(fs::read(sandbox.path("mnt/etc/new")).unwrap(), b"new");
     fs::write(sandbox.path("mnt/new"), "new").unwrap_err();
     sandbox.run(&["umount", &target]).ok();
