@@ -162,7 +162,7 @@ impl Events {
 
     fn drain_mounts(&mut self, state: &mut State, budget: &Budget) {
         while let Some(news) = self.mounts.as_ref().and_then(MountEvents::read) {
-            let changes = state.superblocks.follow(news.ids, &state.run, &state.index);
+            let changes = state.superblocks.follow(news.ids, &state.run, &mut state.index);
             state.forget_mounts(&changes);
             self.has_lost_mounts |= news.has_overflowed;
             self.mark_new(state);

@@ -100,6 +100,9 @@ pub(super) struct Index {
     domains: Vec<IndexedDomain>,
     /// Whether the last refresh could not list the domains, or open a new one.
     is_unlisted: bool,
+    /// When the last refresh began: [`Object::absent`] of objects that are added. Later than that,
+    /// nothing was noted of the objects whose numbers they get.
+    refreshed: u32,
     objects: Vec<Object>,
     /// Slots of `objects`, by domain and digest.
     by_digest: HashTable<u32>,
@@ -153,6 +156,7 @@ impl Index {
             store,
             domains: Vec::new(),
             is_unlisted: false,
+            refreshed: 0,
             objects: Vec::new(),
             by_digest: HashTable::new(),
             free: Vec::new(),
@@ -290,9 +294,9 @@ impl Index {
     /// Adds domains and images that came, and drops those that went. What does not fit into the
     /// budget is left to the next call: all new images but one. Says whether no new one is left,
     /// and gives the first [`Error::Io`] of a directory that cannot be listed: of what is in there,
-    /// what was known stays. An image that cannot be read is no error. `now` is the time of
-    /// [`Object::absent`].
+    /// what was known stays. An image that cannot be read is no error.
     pub(super) fn refresh(&mut self, now: u32, budget: &Budget) -> (bool, Result<(), Error>) {
+        self.refreshed = now;
         let (present, mut result) = match self.store.domains() {
             Ok(present) => (Some(present), Ok(())),
             Err(error) => (None, Err(error)),
@@ -332,11 +336,28 @@ impl Index {
                     left += usize::from(!self.domains[number].unreadable.contains_key(&image));
                 } else {
                     added += 1;
-                    self.add(number, image, now);
+                    self.add(number, image);
                 }
             }
         }
         (left == 0, result)
+    }
+
+    /// Adds an image that is mounted, if it is new, and its domain. Gives the number of that. `None`
+    /// for an image that cannot be read; a refresh tries it again.
+    pub(super) fn add_mounted(&mut self, domain: &str, image: &Digest) -> Option<u16> {
+        let known = self.domains.iter().position(|it| it.domain.name() == domain);
+        let number = u16::try_from(known.unwrap_or(self.domains.len())).ok()?;
+        if known.is_none() && number < u16::MAX {
+            self.domains.push(IndexedDomain::new(self.store.domain(domain).ok()?));
+        }
+        let known = self.domains.get_mut(usize::from(number))?;
+        // One of this name may have come again.
+        known.is_removed = false;
+        if !known.images.contains_key(image) && !known.unreadable.contains_key(image) {
+            self.add(usize::from(number), *image);
+        }
+        self.domains[usize::from(number)].images.contains_key(image).then_some(number)
     }
 
     /// Lists images, refs and bases of a domain, unless they are as they were. Drops images that
@@ -374,22 +395,22 @@ impl Index {
         self.domains[number].unreadable.retain(|image, _| is_present(image));
     }
 
-    fn add(&mut self, number: usize, digest: Digest, now: u32) {
+    fn add(&mut self, number: usize, digest: Digest) {
         let domain = u16::try_from(number).unwrap_or(u16::MAX);
         let Ok(objects) = named_objects(&self.domains[number].domain, &digest) else {
-            self.domains[number].unreadable.insert(digest, now);
+            self.domains[number].unreadable.insert(digest, self.refreshed);
             return;
         };
         self.domains[number].unreadable.remove(&digest);
         self.domains[number].missing.remove(&digest);
-        let ids = objects.into_iter().map(|(object, size)| self.intern(domain, object, size, now));
+        let ids = objects.into_iter().map(|(object, size)| self.intern(domain, object, size));
         let mut objects: Box<[ObjectId]> = ids.collect();
         objects.sort_unstable();
         let image = Image { objects, metadata_bytes: 0 };
         self.domains[number].images.insert(digest, image);
     }
 
-    fn intern(&mut self, domain: u16, digest: Digest, size: u64, now: u32) -> ObjectId {
+    fn intern(&mut self, domain: u16, digest: Digest, size: u64) -> ObjectId {
         if let Some(known) = self.find(domain, &digest) {
             self.objects[known.0 as usize].images += 1;
             return known;
@@ -403,7 +424,7 @@ impl Index {
             resident_pages: 0,
             commons_pages: 0,
             counted: 0,
-            absent: now,
+            absent: self.refreshed,
         };
         let slot = match self.free.pop() {
             Some(slot) => {

@@ -95,7 +95,7 @@ impl State {
 
     /// Adds mounts that came, drops those that went, and looks which cgroups went.
     pub(super) fn refresh_users(&mut self) {
-        let changes = self.superblocks.refresh(&self.run, &self.index);
+        let changes = self.superblocks.refresh(&self.run, &mut self.index);
         if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.find_ended(hierarchy);
         }

@@ -76,6 +76,40 @@ fn what_is_opened_right_after_a_mount_is_seen() {
     }
 }
 
+/// What a container opened of an image that had just been imported was lost without a word until the
+/// next refresh. A reclaim of another container dropped it for unused.
+#[test]
+fn what_is_opened_of_a_new_image_is_seen() {
+    let test = "what_is_opened_of_a_new_image_is_seen";
+    let Some(_alone) = alone(test) else { return };
+    let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
+    let pair = Pair::new();
+    let Some(mut ledger) = watched(test, &pair) else { return };
+    let known = pair.mount_image(pair.import("known", &[("file", 10)]), "m", Access::ReadOnly);
+    ledger.refresh(&Budget::UNLIMITED).unwrap();
+    for (name, own) in [("read-only", 11), ("writable", 12)] {
+        let access = if own == 11 { Access::ReadOnly } else { Access::Writable };
+        let image = pair.import(name, &[("file", 10), ("own", own)]);
+        let new = pair.mount_image(image, name, access);
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
+        let openers = [(&known, &a), (&new, &b)].map(|(top, group)| {
+            let opener = Holder::opener(&top.join("file"), group);
+            fs::read(top.join("file")).unwrap();
+            opener
+        });
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
+        ledger.sample_all().unwrap();
+        let found = ledger.users("default", &pair.object(10)).unwrap();
+        assert_eq!(found.len(), 2, "{name}: {found:?}");
+        let of_a = all_of(ReclaimTarget::Container(path_of(&a)));
+        let left = ledger.reclaim(&of_a).unwrap();
+        assert_eq!((left.objects, left.shared_objects), (0, 1), "{name}");
+        drop(openers);
+        pair.umount(&new);
+    }
+    pair.umount(&known);
+}
+
 /// `cofolio run` looked up the user in the root of a container, and then the shell that had started it
 /// was a container of that image.
 #[test]

@@ -45,7 +45,7 @@ impl Superblocks {
     ///
     /// What cannot be looked at, for want of descriptors for one, is not taken for gone: all that
     /// is known of its users would be lost, and their pages with it.
-    pub(in super::super) fn refresh(&mut self, run: &RunDir, index: &Index) -> Changes {
+    pub(in super::super) fn refresh(&mut self, run: &RunDir, index: &mut Index) -> Changes {
         // Without a queue of opened files nobody else empties it.
         self.to_mark.clear();
         self.gone.clear();
@@ -107,7 +107,7 @@ impl Superblocks {
         &mut self,
         ids: Vec<String>,
         run: &RunDir,
-        index: &Index,
+        index: &mut Index,
     ) -> Changes {
         let mut changes = Changes::default();
         let mounts = LazyMounts::new(Path::new("/"));
@@ -151,7 +151,7 @@ impl Superblocks {
         &mut self,
         record: &MountRecord,
         run: &RunDir,
-        index: &Index,
+        index: &mut Index,
         changes: &mut Changes,
     ) {
         if record.upper.as_ref().is_some_and(|upper| upper.dirs.is_empty()) {
@@ -172,7 +172,7 @@ impl Superblocks {
         entry: RunEntry,
         run: &RunDir,
         mounts: &LazyMounts<'_>,
-        index: &Index,
+        index: &mut Index,
         changes: &mut Changes,
     ) -> Result<(), MountError> {
         let path = path_of_record(run, &record.id);
@@ -204,7 +204,7 @@ impl Superblocks {
         entry: RunEntry,
         shown: Option<&ShownSuperblock>,
         run: &RunDir,
-        index: &Index,
+        index: &mut Index,
         changes: &mut Changes,
     ) {
         if self.has_entry(path, entry) {
@@ -213,11 +213,8 @@ impl Superblocks {
         self.drop_entry(path, changes);
         let slot = match shown {
             Some(shown) => {
-                let Some(domain) = index.domain_number(&shown.domain) else { return };
-                // What is used of an image that the index does not have yet cannot be noted.
-                if !index.domains()[domain as usize].images.contains_key(&shown.image) {
-                    return;
-                }
+                // What is used of an image that the index does not have cannot be noted.
+                let Some(domain) = index.add_mounted(&shown.domain, &shown.image) else { return };
                 let images = match shown.backend {
                     Backend::Overlay => shown.metadata_images(run),
                     Backend::InodeShare => None,
