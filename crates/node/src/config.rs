@@ -197,7 +197,8 @@ pub struct Daemon {
     pub gc_hours: u32,
     /// Days from the end of a scrub to the next; 0 for never.
     pub scrub_days: u32,
-    /// Bytes per second that a scrub reads at most.
+    /// Bytes per second that a scrub reads at most, from 1.
+    #[serde(deserialize_with = "scrub_rate")]
     pub scrub_rate: Size,
     /// `[daemon.reclaim]`
     pub reclaim: Reclaim,
@@ -230,6 +231,15 @@ fn period<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
 
 fn cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     in_range("daemon.cpu_percent", 0.01..=100.0, deserializer)
+}
+
+fn scrub_rate<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Size, D::Error> {
+    match Size::deserialize(deserializer)? {
+        Size(0) => Err(D::Error::custom(
+            "daemon.scrub_rate is at least 1; `scrub_days = 0` turns scrubs off",
+        )),
+        rate => Ok(rate),
+    }
 }
 
 fn in_range<'de, T: Deserialize<'de> + PartialOrd + fmt::Display, D: Deserializer<'de>>(
@@ -624,6 +634,9 @@ mod tests {
                 "{error}"
             );
         }
+        // It was no limit, while `verify --rate 0` was refused.
+        let error = read("[daemon]\nscrub_rate = \"0\"\n").unwrap_err().to_string();
+        assert!(error.starts_with("/etc/c.toml:2: daemon.scrub_rate is at least 1;"), "{error}");
         for good in ["period = 1", "period = 3600", "cpu_percent = 0.01", "cpu_percent = 100"] {
             read(&format!("[daemon]\n{good}\n")).unwrap();
         }

@@ -136,7 +136,7 @@ fn settings(args: &Args, config: &Config) -> Settings {
             delay: Duration::from_secs(120),
             gc: every(daemon.gc_hours, 3600),
             scrub: every(daemon.scrub_days, 86_400),
-            scrub_rate: Some(daemon.scrub_rate.0).filter(|rate| *rate > 0),
+            scrub_rate: Some(daemon.scrub_rate.0),
             limit: store.limit.clone(),
         },
     }

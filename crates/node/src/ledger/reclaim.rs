@@ -16,7 +16,7 @@ use std::fs::File;
 use std::io;
 use std::iter;
 use std::ops::Range;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use cofolio_store::Digest;
@@ -375,9 +375,11 @@ fn scope(state: &State, target: &ReclaimTarget) -> Result<Scope> {
         }
         ReclaimTarget::Container(name) => {
             let path = match name.starts_with('/') {
-                true => name.clone(),
-                false => state.cgroup_of_container(name),
+                // One path of several for the same cgroup.
+                true => Path::new(name).components().collect::<PathBuf>(),
+                false => state.cgroup_of_container(name).into(),
             };
+            let path = path.to_string_lossy().into_owned();
             let cgroups: HashSet<CgroupId> = state.cgroups.below(&path).collect();
             let exists = || {
                 let hierarchy = state.hierarchy.as_ref();

@@ -39,6 +39,12 @@ fn reclaim_drops_what_a_container_alone_uses() {
     assert_eq!(found, both_private);
     assert_eq!(resident(), [pages; 4]);
 
+    // The same cgroup by another path was one that nobody was in.
+    let by_another_path = path_of(&a).replacen('/', "/.//", 1);
+    let of_another = all_of(ReclaimTarget::Container(by_another_path));
+    let found = ledger.reclaim(&ReclaimRequest { dry_run: true, ..of_another }).unwrap();
+    assert_eq!(found, both_private);
+
     // The least recently used one suffices.
     let found = ledger.reclaim(&ReclaimRequest { bytes: Some(1), ..of_a.clone() }).unwrap();
     let one = Reclaimed { objects: 1, resident_bytes: size, freed_bytes: size, ..left_alone };
