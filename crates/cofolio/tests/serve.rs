@@ -633,9 +633,10 @@ fn figures_are_taken_while_a_container_opens_files_all_the_time() {
     sandbox.run(&["mount", "--create", "many", &target]).ok();
     let daemon = Daemon::start(&sandbox, &["--period", "1"]);
     daemon.sample();
-    // Opens of one file are one event, as long as it waits in the queue.
+    // Opens of one file by one process are one event, as long as it waits in the queue.
     let opens = "while :; do for file in \"$0\"/*; do : <\"$file\"; done; done";
-    let opener = Killed::start(Command::new("sh").args(["-c", opens, &target]));
+    let opener = || Killed::start(Command::new("sh").args(["-c", opens, &target]));
+    let openers = [(); 4].map(|()| opener());
     let overflows = || daemon.json("/v1/report")["unknown"]["overflows"].as_u64();
     common::machine::until("far too many files are opened", || overflows().filter(|it| *it > 0));
     for _ in 0..3 {
@@ -643,7 +644,7 @@ fn figures_are_taken_while_a_container_opens_files_all_the_time() {
         let before = time();
         common::machine::until("new figures", || (time() != before).then_some(()));
     }
-    drop(opener);
+    drop(openers);
     drop(daemon);
     sandbox.run(&["umount", &target]).ok();
 }
