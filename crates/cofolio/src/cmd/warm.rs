@@ -24,7 +24,8 @@ use crate::ui::human_size;
 /// page cache from inside a cgroup of its own, `cofolio-commons`: containers that read them then are charged for none
 /// of it. Each mount caches directories for itself, so those of an image that is not mounted are not read ahead. What
 /// was resident before stays charged as it was. Under memory pressure the kernel drops these pages like any others. With
-/// `[commons] warm` in the configuration `mount`, `bundle` and `run` do this for their image.
+/// `[commons] warm` in the configuration `mount`, `bundle` and `run` do this for their image. It looks at each file
+/// also when all are resident: some tens of milliseconds for an image of 3,200 files.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio warm redis:7.0.15\n  \
     cofolio warm --profile redis:7.0.15\n  \
