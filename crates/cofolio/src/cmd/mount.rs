@@ -48,8 +48,8 @@ pub(crate) struct Args {
     /// With --rw or --writable: leave the changes in place after umount, which says where; --upper takes them up again
     #[arg(long, requires = "changes")]
     keep: bool,
-    /// With --rw or --writable: keep changes in this directory (its `upper` and `work`), which stays after umount. It is of no use without the
-    /// image, which `cofolio gc` keeps only while something else needs it
+    /// With --rw or --writable: keep changes in this directory (its `upper` and `work`), which stays after
+    /// umount. It is of no use without the image, which `cofolio gc` keeps only while something else needs it
     #[arg(long, value_name = "DIR", requires = "changes", conflicts_with = "keep")]
     upper: Option<PathBuf>,
     /// Hash the image and all its files before mounting

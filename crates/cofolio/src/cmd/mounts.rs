@@ -149,8 +149,8 @@ fn remarks(list: &Mounts, names: &Names, run: &RunDir) -> Vec<String> {
             let dirs: String = dirs.map(|dir| format!("--writable {} ", printable(dir))).collect();
             let dirs = if dirs.is_empty() { "--rw " } else { &dirs };
             format!(
-                "changes of {0}, which was at {1}, are kept: `cofolio mount {dirs}--upper {2} {image} TARGET` \
-                 mounts it with them, `cofolio umount --discard {2}` removes them",
+                "changes of {0}, which was at {1}, are kept: `cofolio mount {dirs}--upper {2} \
+                 {image} TARGET` mounts it with them, `cofolio umount --discard {2}` removes them",
                 names.get(&image).cloned().unwrap_or_else(|| short(&image)),
                 printable(kept.target.as_os_str().as_bytes()),
                 kept.dir.display()

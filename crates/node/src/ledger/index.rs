@@ -352,8 +352,11 @@ impl Index {
             self.domains.push(IndexedDomain::new(self.store.domain(domain).ok()?));
         }
         let known = self.domains.get_mut(usize::from(number))?;
-        // One of this name may have come again.
-        known.is_removed = false;
+        if known.is_removed {
+            // It may have come again; a mount alone does not bring it back.
+            self.store.domain(domain).ok()?;
+            known.is_removed = false;
+        }
         if !known.images.contains_key(image) && !known.unreadable.contains_key(image) {
             self.add(usize::from(number), *image);
         }

@@ -76,8 +76,8 @@ fn what_is_opened_right_after_a_mount_is_seen() {
     }
 }
 
-/// What a container opened of an image that had just been imported was lost without a word until the
-/// next refresh. A reclaim of another container dropped it for unused.
+/// The ledger lost without a word which files a container opened of an image that had been imported
+/// since the last refresh. A reclaim of another container then dropped them.
 #[test]
 fn what_is_opened_of_a_new_image_is_seen() {
     let test = "what_is_opened_of_a_new_image_is_seen";

@@ -52,7 +52,7 @@ impl Opened {
     }
 
     /// Does what the policy says after a look at what came and went.
-    fn relieve(&mut self) -> Vec<bool> {
+    fn apply_policy(&mut self) -> Vec<bool> {
         self.ledger.refresh(&Budget::UNLIMITED).unwrap();
         assert!(self.ledger.apply_policy(&Budget::UNLIMITED));
         self.resident()
@@ -80,9 +80,9 @@ fn a_container_under_pressure_loses_what_it_alone_uses() {
     ];
     opened.ledger.sample_all().unwrap();
     opened.ledger.set_policy(UNDER_PRESSURE);
-    assert_eq!(opened.relieve(), [true; 5]);
+    assert_eq!(opened.apply_policy(), [true; 5]);
     opened.press(&a);
-    assert_eq!(opened.relieve(), [true, false, true, true, true]);
+    assert_eq!(opened.apply_policy(), [true, false, true, true, true]);
     // The kernel reclaims there, too, and was seen to take three pages first.
     let freed = opened.ledger.policy_freed_bytes();
     assert!((SIZE as u64 / 2..=SIZE as u64).contains(&freed), "{freed}");
@@ -91,11 +91,11 @@ fn a_container_under_pressure_loses_what_it_alone_uses() {
         fs::write(b.procs().with_file_name("memory.high"), "8388608").unwrap();
         opened.fill(&b);
         assert!(!b.was_at_its_limit().unwrap());
-        assert_eq!(opened.relieve(), [true, false, true, false, true]);
+        assert_eq!(opened.apply_policy(), [true, false, true, false, true]);
     }
     // Without pressure nothing goes.
     let relieved = opened.resident();
-    assert_eq!(opened.relieve(), relieved);
+    assert_eq!(opened.apply_policy(), relieved);
     drop(holders);
     opened.pair.umount(&opened.top);
 }
@@ -122,12 +122,12 @@ fn what_a_container_loses_counts_for_its_pod() {
     opened.ledger.sample_all().unwrap();
     // One object is more.
     opened.ledger.set_policy(ReclaimPolicy { bytes: SIZE as u64 / 2, ..UNDER_PRESSURE });
-    assert_eq!(opened.relieve(), [true; 3]);
+    assert_eq!(opened.apply_policy(), [true; 3]);
     opened.press(&first);
     pod.limit(8 << 20).unwrap();
     opened.fill(&second);
     assert!(pod.was_at_its_limit().unwrap() && !second.was_at_its_limit().unwrap());
-    assert_eq!(opened.relieve(), [false, true, true]);
+    assert_eq!(opened.apply_policy(), [false, true, true]);
     drop(holders);
     opened.pair.umount(&opened.top);
 }
@@ -153,7 +153,7 @@ fn a_machine_under_pressure_loses_what_one_container_uses() {
     opened.ledger.sample_all().unwrap();
     drop((ended, gone));
     opened.ledger.set_policy(ReclaimPolicy { percent: 0.0, ..UNDER_PRESSURE });
-    assert_eq!(opened.relieve(), [true, false, false]);
+    assert_eq!(opened.apply_policy(), [true, false, false]);
     drop(holders);
     opened.pair.umount(&opened.top);
 }
@@ -186,9 +186,9 @@ fn a_container_that_waits_for_memory_loses_what_it_alone_uses() {
     assert!(!is_calm());
     // Events from before the first look do not count, so nothing but the stall does.
     opened.ledger.set_policy(UNDER_PRESSURE);
-    assert_eq!(opened.relieve(), [true; 3]);
+    assert_eq!(opened.apply_policy(), [true; 3]);
     opened.ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 0.01, ..UNDER_PRESSURE });
-    assert_eq!(opened.relieve()[1..], [false, true]);
+    assert_eq!(opened.apply_policy()[1..], [false, true]);
     drop(holders);
     opened.pair.umount(&opened.top);
 }
@@ -201,7 +201,7 @@ fn three_opened(test: &str, cgroup: &Cgroup) -> Option<(Opened, [Holder; 3])> {
     let holders = THREE.map(|(file, _)| Holder::opener(&opened.top.join(file), cgroup));
     opened.ledger.sample_all().unwrap();
     opened.ledger.set_policy(UNDER_PRESSURE);
-    assert_eq!(opened.relieve(), [true; 3]);
+    assert_eq!(opened.apply_policy(), [true; 3]);
     opened.press(cgroup);
     Some((opened, holders))
 }
@@ -284,13 +284,13 @@ fn what_containers_leave_behind_is_dropped() {
     let holders = [("of-a", &a), ("both", &a), ("both", &b)]
         .map(|(file, group)| Holder::opener(&opened.top.join(file), group));
     opened.ledger.sample_all().unwrap();
-    assert_eq!(opened.relieve(), [true, true]);
+    assert_eq!(opened.apply_policy(), [true, true]);
     drop(holders);
-    assert_eq!(opened.relieve(), [true, true]);
+    assert_eq!(opened.apply_policy(), [true, true]);
     drop(a);
-    assert_eq!(opened.relieve(), [true, false]);
+    assert_eq!(opened.apply_policy(), [true, false]);
     drop(b);
-    assert_eq!(opened.relieve(), [false, false]);
+    assert_eq!(opened.apply_policy(), [false, false]);
     opened.pair.umount(&opened.top);
 }
 
@@ -306,7 +306,7 @@ fn what_a_brief_container_leaves_behind_is_dropped() {
     let opener = Holder::opener(&opened.top.join("used"), &a);
     opened.ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     drop((opener, a));
-    assert_eq!(opened.relieve(), [false, true]);
+    assert_eq!(opened.apply_policy(), [false, true]);
     opened.pair.umount(&opened.top);
 }
 
@@ -323,7 +323,7 @@ fn what_a_brief_container_shared_stays() {
         .map(|(file, group)| Holder::opener(&opened.top.join(file), group));
     opened.ledger.drain_opens(&Budget::UNLIMITED).unwrap();
     drop((of_a, of_both, a));
-    assert_eq!(opened.relieve(), [true, false]);
+    assert_eq!(opened.apply_policy(), [true, false]);
     drop(of_b);
     opened.pair.umount(&opened.top);
 }
@@ -342,11 +342,11 @@ fn what_mounts_leave_behind_is_dropped() {
     let mappers = [&opened.top, &other].map(|top| Holder::new(&top.join("both"), Some(&a)));
     opened.ledger.sample_all().unwrap();
     drop((opener, mappers));
-    assert_eq!(opened.relieve(), [true, true]);
+    assert_eq!(opened.apply_policy(), [true, true]);
     opened.pair.umount(&opened.top);
-    assert_eq!(opened.relieve(), [true, false]);
+    assert_eq!(opened.apply_policy(), [true, false]);
     opened.pair.umount(&other);
-    assert_eq!(opened.relieve(), [false, false]);
+    assert_eq!(opened.apply_policy(), [false, false]);
 }
 
 /// What a container left behind was noted by number, and collected as garbage. A new object got the
@@ -369,5 +369,5 @@ fn new_objects_are_not_taken_for_what_was_left_behind() {
     opened.pair.import("four", &[("new", 11)]);
     fs::read(opened.pair.domain.object_path(&opened.pair.object(11)).unwrap()).unwrap();
     opened.files = vec![("new", 11)];
-    assert_eq!(opened.relieve(), [true]);
+    assert_eq!(opened.apply_policy(), [true]);
 }

@@ -213,7 +213,7 @@ impl Superblocks {
         self.drop_entry(path, changes);
         let slot = match shown {
             Some(shown) => {
-                // What is used of an image that the index does not have cannot be noted.
+                // Uses of an image that the index does not have cannot be noted.
                 let Some(domain) = index.add_mounted(&shown.domain, &shown.image) else { return };
                 let images = match shown.backend {
                     Backend::Overlay => shown.metadata_images(run),
