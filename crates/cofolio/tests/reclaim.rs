@@ -17,7 +17,6 @@ use cofolio_store::verity;
 use common::daemon::Daemon;
 use common::machine::{machine, until};
 use common::{Killed, Sandbox, can_mount, cgroup, run_with_input};
-use rustix::process::{Pid, Signal, kill_process};
 
 /// Against hanging only.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -109,10 +108,9 @@ fn what_unknown_processes_opened_stays() {
     let unknown = || daemon.sample()["unknown"]["openers"].as_u64();
     let before = unknown();
     // It has ended when the daemon goes on.
-    let id = Pid::from_child(&daemon.child.0);
-    kill_process(id, Signal::STOP).unwrap();
+    daemon.pause();
     let opened = Command::new("cat").arg(&file).output();
-    kill_process(id, Signal::CONT).unwrap();
+    daemon.go_on();
     assert!(opened.unwrap().status.success());
     assert_eq!(sandbox.run(&reclaim).json()["objects"], 0);
     assert!(unknown() > before);

@@ -35,6 +35,7 @@ use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Store};
 use live::{Holder, alone, cgroup, next_tick};
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::thread::transparent_huge_pages_are_disabled;
 
 const MIB: u64 = 1 << 20;
 /// As many programs map one library each, since a worker maps one file.
@@ -285,6 +286,23 @@ fn nothing_is_read_ahead_under_too_small_a_limit() {
     assert_eq!(warmed.resident_bytes, warmed.bytes, "{warmed:?}");
     assert_eq!((warmed.objects_read, warmed.stopped_at_limit_bytes), (5, None));
     all.forget();
+}
+
+/// A kernel that gives huge pages to all gave them to the process that read ahead: 8 MiB of the
+/// commons' limit for some pages. Each new one pushed out 2 MiB of what had been read.
+#[test]
+fn inside_a_cgroup_there_are_no_huge_pages() {
+    let test = "inside_a_cgroup_there_are_no_huge_pages";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let inside = group.enter().unwrap();
+    let mut memory = std::hint::black_box(vec![0; 8 << 20]);
+    memory[4 << 20] = 1;
+    drop(inside);
+    let charge = group.charge().unwrap();
+    assert!((4096..MIB).contains(&charge.total), "{charge:?}");
+    drop(memory);
+    assert!(!transparent_huge_pages_are_disabled().unwrap());
 }
 
 /// The kernel said "Device or resource busy", and nobody what was busy.

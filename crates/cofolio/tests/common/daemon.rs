@@ -1,5 +1,6 @@
 //! A daemon and requests to it.
 
+use std::fs::{self, DirEntry};
 use std::io::{BufRead as _, BufReader, Lines};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -8,6 +9,7 @@ use std::process::{ChildStderr, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use super::machine::until;
 use super::{Killed, Sandbox};
 
 /// A running `cofolio serve`; killed when it is dropped.
@@ -42,6 +44,24 @@ impl Daemon {
             tcp = tcp.or(address.map(str::to_owned));
         }
         Self { child, socket: sandbox.path("run/cofolio.sock"), tcp, said }
+    }
+
+    /// Stops it with all threads, each of which the kernel stops on its own.
+    pub(crate) fn pause(&self) {
+        let id = Pid::from_child(&self.child.0);
+        kill_process(id, Signal::STOP).unwrap();
+        let is_stopped = |thread: std::io::Result<DirEntry>| {
+            let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+            status.contains("\nState:\tT")
+        };
+        until("it goes on", || {
+            let mut threads = fs::read_dir(format!("/proc/{}/task", id.as_raw_pid())).unwrap();
+            threads.all(is_stopped).then_some(())
+        });
+    }
+
+    pub(crate) fn go_on(&self) {
+        kill_process(Pid::from_child(&self.child.0), Signal::CONT).unwrap();
     }
 
     /// Has it read its settings again. Gives what it says about that.
