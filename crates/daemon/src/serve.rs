@@ -142,6 +142,8 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
         let _stopping = OnDrop(stop_threads);
         let ledger = || {
             let _watched = watched();
+            // Each opened file wakes it up, and it interrupted those who were mounting.
+            let _ = cofolio_sys::priority::set_batch();
             worker.run(&cancel, &|error| log(&format!("the ledger: {error}")));
         };
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());

@@ -1,4 +1,4 @@
-//! Being a good neighbour: I/O priority.
+//! Being a good neighbour: I/O priority and scheduling policy.
 
 use std::io;
 
@@ -19,9 +19,33 @@ pub fn set_idle_io() -> io::Result<()> {
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Gives the calling thread, and those that it starts, the policy `SCHED_BATCH` (sched(7)): it has the same
+/// share of a processor as others, but when it wakes up it interrupts nobody.
+/// Errors: those of sched_setscheduler(2).
+pub fn set_batch() -> io::Result<()> {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: it reads `parameters`; 0 means the calling thread.
+    let ret = unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters) };
+    if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_thread_is_a_batch_and_only_it() {
+        // SAFETY: an integer, no memory.
+        let get = || unsafe { libc::sched_getscheduler(0) };
+        let before = get();
+        std::thread::spawn(move || {
+            set_batch().unwrap();
+            assert_eq!(get(), libc::SCHED_BATCH);
+        })
+        .join()
+        .unwrap();
+        assert_eq!(get(), before);
+    }
 
     #[test]
     fn the_thread_is_idle_afterwards_and_only_it() {
