@@ -879,6 +879,24 @@ fn a_reload_takes_settings_and_keeps_them_when_they_are_wrong() {
     }
 }
 
+/// The filesystem of a store was not mounted, and the daemon made an empty one in the directory below it
+/// without a word.
+#[test]
+fn a_new_store_is_announced() {
+    if !can_mount("a_new_store_is_announced") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    std::fs::create_dir(sandbox.path("store")).unwrap();
+    let first_line = || {
+        let mut daemon = Killed::start(sandbox.command(&["serve"]).stderr(Stdio::piped()));
+        BufReader::new(daemon.0.stderr.take().unwrap()).lines().next().unwrap().unwrap()
+    };
+    let said = first_line();
+    assert!(said.contains("made an empty store at") && said.contains("/store"), "{said}");
+    assert!(first_line().contains("listening at"));
+}
+
 /// Directives that give a service its own mount namespace would hide its mounts from the machine.
 #[test]
 fn the_service_shares_the_mounts_of_the_machine() {

@@ -79,8 +79,10 @@ enum Ended {
 #[derive(Clone, Copy, Debug)]
 struct Due {
     last: Instant,
-    /// From then on; `None` for the interval of the schedule.
-    wait: Option<Duration>,
+    /// It comes no sooner after `last`, whatever the schedule says.
+    delay: Duration,
+    /// Since when the interval of the schedule runs, in seconds since 1970; `None` if it is over.
+    since: Option<i64>,
     /// Failures in a row.
     failures: u32,
     complete: i64,
@@ -92,22 +94,19 @@ struct Due {
 impl Due {
     /// Of a domain that the daemon sees for the first time.
     fn first(work: Work, schedule: &Schedule) -> Self {
-        let (wait, complete) = match work {
+        let (delay, complete) = match work {
             Work::Gc => (schedule.delay, cofolio_store::now()),
             Work::Scrub => (scrub_delay(schedule), 0),
         };
-        let (last, wait) = (Instant::now(), Some(wait));
-        Self { last, wait, failures: 0, complete, damaged: 0, record: None }
+        let last = Instant::now();
+        Self { last, delay, since: None, failures: 0, complete, damaged: 0, record: None }
     }
 
     /// Counts a scrub that is news: an earlier daemon's, or somebody's after a repair.
     fn note_record(&mut self, record: Option<CompleteScrub>, schedule: &Schedule) {
         let Some(new) = record.filter(|_| record != self.record) else { return };
-        let since = u64::try_from(cofolio_store::now().saturating_sub(new.time)).ok();
-        let rest = schedule.scrub.zip(since);
-        let rest = rest.map(|(every, since)| every.saturating_sub(Duration::from_secs(since)));
-        self.last = Instant::now();
-        self.wait = Some(rest.unwrap_or_default().max(scrub_delay(schedule)));
+        (self.last, self.delay) = (Instant::now(), scrub_delay(schedule));
+        self.since = Some(new.time);
         (self.complete, self.damaged, self.failures) = (new.time, new.damaged, 0);
         self.record = record;
     }
@@ -117,19 +116,26 @@ impl Due {
         self.last = Instant::now();
         match ended {
             Ok(Ended::Complete { damaged }) => {
-                (self.wait, self.failures) = (None, 0);
+                (self.delay, self.failures) = (Duration::ZERO, 0);
                 (self.complete, self.damaged) = (cofolio_store::now(), damaged);
+                self.since = Some(self.complete);
             }
-            Ok(Ended::Busy) => self.wait = Some(delay),
+            Ok(Ended::Busy) => self.delay = delay,
             Err(()) => {
-                self.wait = Some(delay * (1 << self.failures.min(10)));
+                self.delay = delay * (1 << self.failures.min(10));
                 self.failures += 1;
             }
         }
     }
 
     fn is_now(&self, every: Duration) -> bool {
-        self.last.elapsed() >= self.wait.unwrap_or(every)
+        self.last.elapsed() >= self.delay && self.is_over(every)
+    }
+
+    /// Whether this interval is over. A time to come, after the clock was set, is no reason to wait.
+    fn is_over(&self, every: Duration) -> bool {
+        let age = |since| u64::try_from(cofolio_store::now().saturating_sub(since));
+        self.since.is_none_or(|since| age(since).map_or(true, |age| age >= every.as_secs()))
     }
 }
 
@@ -499,12 +505,16 @@ mod tests {
             due.note_record(complete, &schedule(24, 30));
             due
         };
-        let wait = |complete| due(complete).wait.unwrap().as_secs().div_ceil(3600);
-        assert_eq!([wait(None), wait(complete(40)), wait(complete(10))], [1, 1, 20 * 24]);
+        let is_over = |complete, days: u64| due(complete).is_over(Duration::from_secs(days * 86_400));
+        let all = [None, complete(40), complete(10)];
+        assert_eq!(all.map(|it| is_over(it, 30)), [true, true, false]);
+        assert!(all.iter().all(|it| due(*it).delay.as_secs() == 3600));
         assert_eq!(due(complete(10)).damaged, 3);
+        // A schedule that was read again held only from the scrub after the next one.
+        assert!(is_over(complete(10), 5) && !is_over(complete(40), 50));
         // A damaged record made the subtraction overflow.
         for time in [i64::MIN, i64::MAX] {
-            assert_eq!(wait(Some(CompleteScrub { time, damaged: 0 })), 1);
+            assert!(is_over(Some(CompleteScrub { time, damaged: 0 }), 30));
         }
     }
 
@@ -516,10 +526,10 @@ mod tests {
         let mut waits = Vec::new();
         for _ in 0..4 {
             due.ended(Err(()), delay);
-            waits.push(due.wait.unwrap().as_secs());
+            waits.push(due.delay.as_secs());
         }
         assert_eq!(waits, [120, 240, 480, 960]);
         due.ended(Ok(Ended::Complete { damaged: 0 }), delay);
-        assert!(due.wait.is_none() && !due.is_now(day) && due.is_now(Duration::ZERO));
+        assert!(!due.is_now(day) && due.is_now(Duration::ZERO));
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
 use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin, listen_address};
 use cofolio_node::ledger::ReclaimPolicy;
+use cofolio_store::{Error, Store};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::PIPE_BUF;
 
@@ -45,8 +46,9 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.needs_root("serving")?;
     context.refuse_json("the API has it")?;
-    // Nothing need be imported when systemd starts it for the first time.
-    let is_new = !context.global.store.exists();
+    // Nothing need be imported when systemd starts it for the first time. But that the filesystem of a
+    // store is not mounted has to be seen.
+    let is_new = matches!(Store::open(&context.global.store), Err(Error::NotAStore { .. }));
     let store = context.store_or_create()?;
     if is_new {
         say(&format!("made an empty store at {}", context.global.store.display()));
