@@ -505,7 +505,8 @@ mod tests {
             due.note_record(complete, &schedule(24, 30));
             due
         };
-        let is_over = |complete, days: u64| due(complete).is_over(Duration::from_secs(days * 86_400));
+        let is_over =
+            |complete, days: u64| due(complete).is_over(Duration::from_secs(days * 86_400));
         let all = [None, complete(40), complete(10)];
         assert_eq!(all.map(|it| is_over(it, 30)), [true, true, false]);
         assert!(all.iter().all(|it| due(*it).delay.as_secs() == 3600));

@@ -517,7 +517,7 @@ impl Drop for Cgroup {
         let tries = if self.stays { 0 } else { 50 };
         for _ in 0..tries {
             match fs::remove_dir(&self.path) {
-                Err(error) if error.raw_os_error() == Some(16) => {
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
                     thread::sleep(Duration::from_millis(10));
                 }
                 _ => return,

@@ -11,7 +11,7 @@ use crate::{Digest, Domain};
 
 /// Directory of the profiles.
 pub(crate) const DIRECTORY: &str = "profiles";
-/// Longest profile that is read, in bytes.
+/// Longest profile, in bytes.
 const SIZE_MAX: u64 = 64 << 20;
 
 impl Domain {
@@ -19,9 +19,12 @@ impl Domain {
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`], [`crate::Error::NoSuch`] without such an
-    /// image.
+    /// image, [`crate::Error::TooMany`] of more than 64 MiB.
     pub fn put_profile(&self, image: &Digest, profile: &[u8]) -> Result<()> {
         self.store().check_writable()?;
+        if profile.len() as u64 > SIZE_MAX {
+            return Err(Error::TooMany { what: format!("a profile of {image} above 64 MiB") });
+        }
         let _lock = self.lock_names()?;
         // While the names are locked no image goes.
         self.open_image(image)?;

@@ -597,6 +597,10 @@ fn profiles_go_with_their_image() {
     gc(&domain).unwrap();
     assert_eq!(domain.profile(&b).unwrap(), None);
     assert_eq!(domain.profile(&a).unwrap().unwrap(), b"now");
+    // One that is too long to be read took the place of the one before.
+    let long = domain.put_profile(&a, &vec![0; (64 << 20) + 1]);
+    assert!(matches!(&long, Err(Error::TooMany { .. })), "{long:?}");
+    assert_eq!(domain.profile(&a).unwrap().unwrap(), b"now");
     assert!(domain.remove_profile(&a).unwrap() && !domain.remove_profile(&a).unwrap());
 }
 

@@ -142,10 +142,12 @@ pub(super) fn run(args: &Args) -> Outcome {
             rounds.push(measured);
         }
     }
-    crate::source::remove_tree(&dir)?;
     let report = Report::new(texts, args, rounds);
     let json = args.place.json.as_deref();
-    crate::report::finish(json, &work, &report, &report.table(), &report.goals())
+    let outcome = crate::report::finish(json, &work, &report, &report.table(), &report.goals());
+    // After the figures, which took hours.
+    crate::source::remove_tree(&dir)?;
+    outcome
 }
 
 /// What all rounds have in common.
