@@ -11,7 +11,8 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 /// Remove what no name, mount or lease keeps
 ///
 /// Looks at refs, leases and at what the kernel has mounted. If an image, layer or record cannot be read,
-/// everything that it might need stays, it is named, and the exit code is 4. Leftovers of interrupted
+/// everything that it might need stays, it is named, and the exit code is 4. An image that is mounted stays
+/// whoever mounted it, from another store perhaps: the kernel does not say from which. Leftovers of interrupted
 /// imports go too; exit code 1 if any stay. Imports and mounts go on meanwhile.
 ///
 /// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of

@@ -364,14 +364,19 @@ impl Mounter<'_> {
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
 
-    /// Mounts without a record that share a superblock or a layer with a pinned image. Others may be
-    /// those of another store or run directory, even if their image is in this store.
+    /// Mounts without a record that share a superblock or a layer with a pinned image, or whose changes
+    /// are this run directory's. Others may be those of another store or run directory, even if their
+    /// image is in this store.
     fn orphans(&self, mounts: &[KernelMount], records: &[MountRecord]) -> Vec<KernelMount> {
         let is_below = |mount: &&KernelMount| mount.target.starts_with(self.run.path());
         let pins: HashSet<_> = mounts.iter().filter(is_below).map(|pin| pin.device).collect();
         let is_ours = |mount: &KernelMount| {
             let mut layers = mount.paths("lowerdir+");
-            pins.contains(&mount.device) || layers.any(|layer| layer.starts_with(self.run.path()))
+            // The layer of an id-mapped mount is a detached one, which has no path.
+            let mut uppers = mount.paths("upperdir");
+            pins.contains(&mount.device)
+                || layers.any(|layer| layer.starts_with(self.run.path()))
+                || uppers.any(|upper| upper::is_of(&upper, self.domain, &self.run))
         };
         let numbers = |record: &MountRecord| Some((record.mount?.id, record.image));
         let recorded: HashSet<_> = records.iter().filter_map(numbers).collect();

@@ -5,7 +5,7 @@
 //! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
 use std::collections::HashSet;
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -490,6 +490,13 @@ fn remove_files(dir: &OwnedFd) -> rustix::io::Result<Vec<CString>> {
         }
     }
     Ok(directories)
+}
+
+/// Whether an upper directory is one of a mount of this run directory, in the domain's directory.
+pub(crate) fn is_of(upper: &Path, domain: &Domain, run: &RunDir) -> bool {
+    let Some(dir) = upper.parent() else { return false };
+    let name = dir.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    name.starts_with(&run.tag()) && writable_dir(domain).is_ok_and(|base| dir.starts_with(base))
 }
 
 /// Removes directories of this run directory's mounts without a record, and leftovers of removals.

@@ -419,13 +419,19 @@ fn mounts_of_another_store_are_not_ours_without_a_record() {
     assert_eq!(orphans(&others), std::slice::from_ref(&bound));
     kernel::unmount_patiently(&bound, false).unwrap();
     umount(&others, &request.target);
-    // Its record was lost.
-    let record = format!("run/mounts/{}.json", others.run.id_of(&written.target));
-    let aside = other.path("aside");
-    fs::rename(other.path(&record), &aside).unwrap();
-    assert_eq!(orphans(&others), std::slice::from_ref(&written.target));
-    fs::rename(&aside, other.path(&record)).unwrap();
-    umount(&others, &written.target);
+    // Their records were lost. An id-mapped one, whose layer has no path, was listed by nobody then.
+    let idmap: IdMap = "0:100000:65536".parse().unwrap();
+    let mapped = MountRequest { options: with_ids(&idmap), ..writable(&other, "mapped") };
+    others.mount(&mapped).unwrap();
+    for target in [&written.target, &mapped.target] {
+        let record = format!("run/mounts/{}.json", others.run.id_of(target));
+        let aside = other.path("aside");
+        fs::rename(other.path(&record), &aside).unwrap();
+        assert_eq!(orphans(&others), std::slice::from_ref(target));
+        assert_eq!(orphans(&mounter), Vec::<PathBuf>::new());
+        fs::rename(&aside, other.path(&record)).unwrap();
+        umount(&others, target);
+    }
 }
 
 /// Where `/` is shared, as systemd has it, every service's mount namespace gets what is mounted in the
