@@ -77,6 +77,14 @@ pub(crate) fn all(root: &Path) -> io::Result<Vec<u32>> {
     Ok(names.filter_map(|name| name.parse().ok()).collect())
 }
 
+/// A thread of a process besides its main one. `/proc` has a directory of its number, too, but does not
+/// list it.
+pub(crate) fn other_thread(root: &Path, pid: u32) -> Option<u32> {
+    let threads = fs::read_dir(directory(root, pid).join("task")).ok()?;
+    let mut threads = threads.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    threads.find(|thread| *thread != pid)
+}
+
 /// Calls `each` for every file that a process maps until it says that it knows the file, once for
 /// mappings that follow each other. Says whether those were all files.
 pub(crate) fn mapped(

@@ -3,8 +3,8 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::process::Command;
 
+use crate::build_static;
 use crate::common::machine::{machine, until};
 use crate::common::{program, skip};
 
@@ -125,10 +125,7 @@ fn system_calls_are_filtered() {
     const TEST: &str = "system_calls_are_filtered";
     let Some((machine, runtimes)) = machine(TEST) else { return };
     let dir = machine.dir("shown");
-    let source = dir.join("probe.c");
-    fs::write(
-        &source,
-        r#"
+    let source = r#"
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -157,12 +154,8 @@ int main(void) {
     say("leased", fcntl(file, F_GETLEASE) - F_UNLCK);
     return 0;
 }
-"#,
-    )
-    .unwrap();
-    let probe = dir.join("probe");
-    let built = Command::new("cc").arg("-static").arg(&source).arg("-o").arg(&probe).output();
-    if !built.is_ok_and(|built| built.status.success()) {
+"#;
+    if !build_static(source, &dir.join("probe")) {
         return skip(TEST, "no C compiler that links statically");
     }
     let volume = format!("{}:/mnt:ro", dir.display());

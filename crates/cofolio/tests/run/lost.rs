@@ -6,10 +6,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 use crate::common::machine::{machine, until};
-use crate::common::{Ran, program};
-use crate::{send, started};
+use crate::common::{Ran, program, skip};
+use crate::{build_static, send, started};
 
 /// Killed, `cofolio run` cannot clean up; the container goes on and is not lost.
 #[test]
@@ -57,6 +58,63 @@ fn a_killed_run_leaves_nothing_that_is_not_put_right() {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
         until("it has ended", || (machine.containers()[0]["state"] == "ended").then_some(()));
         machine.run(&["gc"]).ok();
+        machine.assert_clean();
+    }
+}
+
+/// The main thread of a program may end before the others. cgroup v1 shows such a process in `/`, so its
+/// container counted as ended: gc killed it and deleted its changes, and `stop` could not end it. What
+/// it mapped was nobody's, since `/proc/PID/maps` is empty.
+#[test]
+fn a_container_goes_on_without_its_main_thread() {
+    const TEST: &str = "a_container_goes_on_without_its_main_thread";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let dir = machine.dir("shown");
+    let source = r#"
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+static pthread_t first;
+static void *go_on(void *unused) {
+    pthread_join(first, 0);
+    write(1, "up\n", 3);
+    for (;;) pause();
+}
+int main(void) {
+    pthread_t second;
+    mmap(0, 4096, PROT_READ, MAP_SHARED | MAP_POPULATE, open("/bin/busybox", O_RDONLY), 0);
+    first = pthread_self();
+    pthread_create(&second, 0, go_on, 0);
+    pthread_exit(0);
+}
+"#;
+    if !build_static(source, &dir.join("go_on")) {
+        return skip(TEST, "no C compiler that links statically");
+    }
+    let volume = format!("{}:/mnt:ro", dir.display());
+    for runtime in runtimes {
+        let options = ["--rw", "-v", &volume, "--name", "it"];
+        let args = machine.sh_args(runtime, &options, "exec /mnt/go_on");
+        let mut child = started(&machine, &args);
+        let pid = machine.containers()[0]["pid"].clone();
+        assert!(pid.as_u64().is_some(), "{runtime}: {:?}", machine.containers());
+        let report = machine.run(&["top", "--once", "--json"]).json();
+        let of_it = |it: &&Value| it["cgroup"].as_str().unwrap().contains("/it-");
+        let used = report["containers"].as_array().unwrap().iter().find(of_it);
+        assert!(used.is_some_and(|it| it["used_bytes"].as_u64() > Some(0)), "{report}");
+        let runtimes = children(child.id());
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+        for pid in runtimes {
+            let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
+        }
+        until("it is unattended", || {
+            (machine.containers()[0]["state"] == "unattended").then_some(())
+        });
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers()[0]["pid"], pid, "{runtime}");
+        machine.run(&["stop", "--time", "0", "it"]).ok();
         machine.assert_clean();
     }
 }

@@ -16,7 +16,8 @@ mod start;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::process::Child;
+use std::path::Path;
+use std::process::{Child, Command};
 
 use common::machine::{Machine, until};
 use rustix::process::{Pid, Signal, kill_process};
@@ -48,6 +49,14 @@ exit $status
 fn send(child: &Child, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
     kill_process(pid, signal).unwrap();
+}
+
+/// Builds a program of C that needs no libraries, if there is a compiler for that.
+fn build_static(source: &str, program: &Path) -> bool {
+    let file = program.with_extension("c");
+    fs::write(&file, source).unwrap();
+    let built = Command::new("cc").arg("-static").arg(&file).arg("-o").arg(program).output();
+    built.is_ok_and(|built| built.status.success())
 }
 
 /// Starts `cofolio run` in the background and waits until the container has said that it is up.

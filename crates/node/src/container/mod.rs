@@ -276,8 +276,9 @@ impl<'a> Containers<'a> {
     }
 
     /// The first process, if it lives: the one in the pid file, if it is in the container's cgroup
-    /// and the number was not reused. Without a number, since the runtime was killed before it
-    /// wrote one, the first process of the cgroup.
+    /// and the number was not reused. Else the first process of the cgroup: the runtime may have been
+    /// killed before it wrote a number, and version 1 says of a process whose main thread has ended,
+    /// while others go on, that it is in `/`.
     fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Result<Option<u32>> {
         let written = read_text(&dir.join("pid"));
         let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {
@@ -288,7 +289,7 @@ impl<'a> Containers<'a> {
         let below = format!("{}/", record.cgroup);
         let inside =
             cgroups.lines().any(|line| line.ends_with(&record.cgroup) || line.contains(&below));
-        Ok(inside.then_some(pid))
+        if inside { Ok(Some(pid)) } else { self.process_in(&record.cgroup) }
     }
 
     /// Where a cgroup may be: below the root of version 2, or of each hierarchy of version 1. A directory

@@ -66,11 +66,28 @@ impl ProcessLooks {
     }
 }
 
-/// Looks at a process. Says why not all of it could be seen or noted, unless it has ended.
+/// Looks at a process. Says why not all of it could be seen or noted, unless it has ended. One whose
+/// main thread has ended has the rest in its other threads.
 fn look_at(pid: u32, state: &mut State, events: &Events) -> Result<(), String> {
+    let mut maps_files = false;
+    let looked = look_at_thread(pid, state, events, &mut maps_files);
+    let none = !maps_files && looked.is_ok();
+    match none.then(|| processes::other_thread(&state.root, pid)).flatten() {
+        Some(thread) => look_at_thread(thread, state, events, &mut maps_files),
+        None => looked,
+    }
+}
+
+fn look_at_thread(
+    pid: u32,
+    state: &mut State,
+    events: &Events,
+    maps_files: &mut bool,
+) -> Result<(), String> {
     let State { superblocks, index, root, .. } = state;
     let mut used = Vec::new();
     let read = processes::mapped(root, pid, |mapping| {
+        *maps_files = true;
         let found = superblocks.mapped(root, pid, &mapping, index);
         used.extend(found);
         found.is_some()
