@@ -23,9 +23,12 @@ pub fn set_idle_io() -> io::Result<()> {
 /// share of a processor as others, but when it wakes up it interrupts nobody.
 /// Errors: those of sched_setscheduler(2).
 pub fn set_batch() -> io::Result<()> {
-    let parameters = libc::sched_param { sched_priority: 0 };
-    // SAFETY: it reads `parameters`; 0 means the calling thread.
-    let ret = unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters) };
+    // The system call's `sched_param`. musl has a function of this name that always fails.
+    let priority: libc::c_int = 0;
+    // SAFETY: it reads `priority`; 0 means the calling thread.
+    let ret = unsafe {
+        libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_BATCH, &raw const priority)
+    };
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -36,11 +39,11 @@ mod tests {
     #[test]
     fn the_thread_is_a_batch_and_only_it() {
         // SAFETY: an integer, no memory.
-        let get = || unsafe { libc::sched_getscheduler(0) };
+        let get = || unsafe { libc::syscall(libc::SYS_sched_getscheduler, 0) };
         let before = get();
         std::thread::spawn(move || {
             set_batch().unwrap();
-            assert_eq!(get(), libc::SCHED_BATCH);
+            assert_eq!(get(), i64::from(libc::SCHED_BATCH));
         })
         .join()
         .unwrap();

@@ -276,9 +276,8 @@ impl<'a> Containers<'a> {
     }
 
     /// The first process, if it lives: the one in the pid file, if it is in the container's cgroup
-    /// and the number was not reused. Else the first process of the cgroup: the runtime may have been
-    /// killed before it wrote a number, and version 1 says of a process whose main thread has ended,
-    /// while others go on, that it is in `/`.
+    /// and the number was not reused. Without a number, since the runtime was killed before it
+    /// wrote one, the first process of the cgroup.
     fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Result<Option<u32>> {
         let written = read_text(&dir.join("pid"));
         let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {
@@ -289,7 +288,9 @@ impl<'a> Containers<'a> {
         let below = format!("{}/", record.cgroup);
         let inside =
             cgroups.lines().any(|line| line.ends_with(&record.cgroup) || line.contains(&below));
-        if inside { Ok(Some(pid)) } else { self.process_in(&record.cgroup) }
+        // Version 1 says of a process whose main thread has ended, while others go on, that it is in `/`.
+        let lives = inside || self.processes_in(&record.cgroup)?.contains(&pid);
+        Ok(lives.then_some(pid))
     }
 
     /// Where a cgroup may be: below the root of version 2, or of each hierarchy of version 1. A directory
@@ -306,14 +307,18 @@ impl<'a> Containers<'a> {
     /// The first process of a cgroup: the one that its pid namespace numbers 1. Numbers come again, so
     /// the lowest one of the host may be that of a child.
     fn process_in(&self, cgroup: &str) -> Result<Option<u32>> {
+        let pids = self.processes_in(cgroup)?;
+        Ok(pids.into_iter().min_by_key(|&pid| (!self.is_init(pid), pid)))
+    }
+
+    /// The processes of a cgroup, those of its children apart.
+    fn processes_in(&self, cgroup: &str) -> Result<Vec<u32>> {
+        let mut found = Vec::new();
         for dir in self.cgroup_dirs(cgroup)? {
             let text = read_unless_gone(&dir.join("cgroup.procs"))?.unwrap_or_default();
-            let pids = text.lines().filter_map(|line| line.parse().ok());
-            if let Some(first) = pids.min_by_key(|&pid| (!self.is_init(pid), pid)) {
-                return Ok(Some(first));
-            }
+            found.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
         }
-        Ok(None)
+        Ok(found)
     }
 
     /// Whether a process is the first one of a pid namespace right below ours.

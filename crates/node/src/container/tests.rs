@@ -229,11 +229,17 @@ fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
         put(host.join("proc/71/status"), "Name:\tsh\nNSpid:\t71\t1\n");
         assert_eq!(state(), Some((State::Unattended, Some(71))));
         // With a number that is written down nothing else counts.
+        let processes = host.join("sys/fs/cgroup/memory/cofolio/box-1/cgroup.procs");
+        put(processes.clone(), "71\n");
         put(at.join("pid"), "70");
         assert_eq!(state(), Some((State::Ended, None)));
         put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-10\n");
         assert_eq!(state(), Some((State::Ended, None)));
         put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-1\n0::/\n");
+        assert_eq!(state(), Some((State::Unattended, Some(70))));
+        // Its main thread has ended, and others go on.
+        put(host.join("proc/70/cgroup"), "4:memory:/\n0::/\n");
+        put(processes, "70\n");
         assert_eq!(state(), Some((State::Unattended, Some(70))));
     });
 }
