@@ -61,8 +61,8 @@ const NO_PROGRAM: u8 = 127;
 ///
 /// The exit status is the container's, or 128 and the number of the signal that ended it; 125 if the container
 /// could not be started, 126 if its program cannot be executed, 127 if the program does not exist; 2 for wrong
-/// options, 5 without root. That a program has a wrong format or lacks its interpreter is seen later, by the
-/// container: its status is 1, and its output says so. Signals to `cofolio run` are passed on.
+/// options, 5 without root. If the program has a wrong format or lacks its interpreter, the status is 1, and the
+/// container's output says why. Signals to `cofolio run` are passed on.
 ///
 /// The container writes into pipes, never into the caller's terminal or file: `cofolio run` copies. If `cofolio
 /// run` is killed the container goes on without output: `cofolio ps` shows it, `cofolio stop` ends it, and the

@@ -46,8 +46,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.needs_root("serving")?;
     context.refuse_json("the API has it")?;
-    // Nothing need be imported when systemd starts it for the first time. But that the filesystem of a
-    // store is not mounted has to be seen.
+    // Nothing need be imported when systemd starts it for the first time. If the filesystem of the
+    // store is not mounted, the operator has to see it.
     let is_new = matches!(Store::open(&context.global.store), Err(Error::NotAStore { .. }));
     let store = context.store_or_create()?;
     if is_new {

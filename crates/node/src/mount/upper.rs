@@ -5,10 +5,11 @@
 //! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
 use std::collections::HashSet;
-use std::ffi::{CString, OsStr};
+use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -492,11 +493,11 @@ fn remove_files(dir: &OwnedFd) -> rustix::io::Result<Vec<CString>> {
     Ok(directories)
 }
 
-/// Whether an upper directory is one of a mount of this run directory, in the domain's directory.
+/// Whether an upper directory is one of the domain's that a mount of this run directory has.
 pub(crate) fn is_of(upper: &Path, domain: &Domain, run: &RunDir) -> bool {
-    let Some(dir) = upper.parent() else { return false };
-    let name = dir.file_name().and_then(OsStr::to_str).unwrap_or_default();
-    name.starts_with(&run.tag()) && writable_dir(domain).is_ok_and(|base| dir.starts_with(base))
+    let Ok(base) = writable_dir(domain) else { return false };
+    let below = upper.strip_prefix(base);
+    below.is_ok_and(|below| below.as_os_str().as_bytes().starts_with(run.tag().as_bytes()))
 }
 
 /// Removes directories of this run directory's mounts without a record, and leftovers of removals.
