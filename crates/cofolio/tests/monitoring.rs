@@ -12,7 +12,7 @@ fn top() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Alerts and dashboards name metrics that the daemon has (`tests/serve.rs` compares those of
+/// Alerts and dashboards name metrics that the daemon has (`tests/serve/documented.rs` compares those of
 /// `docs/API.md` with a daemon's).
 #[test]
 fn alerts_and_dashboards_use_documented_metrics() {
