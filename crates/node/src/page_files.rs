@@ -21,11 +21,11 @@ use cofolio_image::pack::ImageContents;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Domain, Error, FileKind, FileName, StoredFile};
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
-use rustix::fs::{Advice, Dir, Mode, OFlags, ResolveFlags, fadvise, openat2};
+use rustix::fs::{Advice, Dir, OFlags, fadvise};
 
 use crate::cache::leave_cache;
 use crate::ledger::LedgerError;
-use crate::mount::{Mounter, RunDir};
+use crate::mount::{Mounter, RunDir, open_below};
 use crate::settings::{Backend, DomainSettings as _};
 
 /// Opens the files that hold the pages of one image.
@@ -175,9 +175,7 @@ pub(crate) fn read_ahead(file: impl AsFd, start: u64, length: u64) {
 
 /// Reads a directory of a mounted metadata image.
 fn read_directory(root: &OwnedFd, path: &[u8]) -> io::Result<()> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    let directory = openat2(root, path, flags, Mode::empty(), resolve)?;
+    let directory = open_below(root, path, OFlags::RDONLY | OFlags::DIRECTORY)?;
     Dir::new(directory)?.for_each(drop);
     Ok(())
 }

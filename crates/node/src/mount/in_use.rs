@@ -38,7 +38,7 @@ use super::mountinfo::{self, KernelMount, TaskRoot};
 use super::numbers_at;
 use super::sparse::below;
 use super::state::Upper;
-use super::upper::{make_below, open_below};
+use super::upper::{find_below, make_below};
 use crate::address_space::{is_unanswered, probe_and_access};
 use crate::processes;
 
@@ -145,9 +145,9 @@ pub(super) fn has_overlay(dir: &Path, patience: &Patience) -> Result<bool, Mount
         Err(Errno::NOENT) => return Ok(false),
         other => other.at("open", dir)?,
     };
-    let Some(upper) = open_below(&base, dir, "upper")? else { return Ok(false) };
+    let Some(upper) = find_below(&base, dir, "upper")? else { return Ok(false) };
     // Any directory apart from the other two will do as the lower layer.
-    let Some(lower) = open_below(&base, dir, "work")? else { return Ok(false) };
+    let Some(lower) = find_below(&base, dir, "work")? else { return Ok(false) };
     let (probe, _) = make_below(&base, dir, PROBE)?;
     let made = || -> Result<(), KernelError> {
         let context = Context::open("overlay")?;

@@ -448,10 +448,8 @@ fn open_on_device(path: &Path, mounts: &LazyMounts<'_>) -> Option<rustix::io::Re
     if sys::mount_id(&root, "").ok()?.id != mount.id {
         return None;
     }
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let stay = ResolveFlags::BENEATH | ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
     let inside = path.strip_prefix(&mount.target).ok()?;
-    Some(rustix::fs::openat2(&root, inside, flags, Mode::empty(), stay))
+    Some(open_below(&root, inside, OFlags::PATH))
 }
 
 /// The same directory, to be read: what is asked of a directory itself needs more than `O_PATH`.
@@ -465,7 +463,20 @@ pub(crate) fn path_of(fd: &impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 
-/// `O_PATH` descriptor of a directory in `base`. A symbolic link is refused: it could lead anywhere.
+/// Opens what is below a directory on the same mount, through no symbolic link: whoever may write
+/// there may have made it.
+pub(crate) fn open_below(
+    directory: impl AsFd,
+    path: impl rustix::path::Arg,
+    flags: OFlags,
+) -> rustix::io::Result<OwnedFd> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat2(directory, path, flags, Mode::empty(), resolve)
+}
+
+/// `O_PATH` descriptor of a directory in `base`, on whatever mount. A symbolic link is refused: it
+/// could lead anywhere.
 pub(crate) fn open_directory_below(base: impl AsFd, name: &str) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;

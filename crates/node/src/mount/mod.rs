@@ -76,7 +76,7 @@ pub(crate) use upper::{open_own, writable_dir};
 pub(crate) use error::At;
 use error::refused;
 use kernel::{LayerStyle, attach, clone_mount};
-pub(crate) use kernel::{open_cached, open_dir, path_of};
+pub(crate) use kernel::{open_below, open_cached, open_dir, path_of};
 use reconcile::{Kernel, Way};
 use state::ImageLock;
 pub(crate) use state::{is_at, list, read_json, read_small, try_flock};

@@ -13,13 +13,13 @@ use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cofolio_sys::mount::{MountId, mount_id};
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2, readlinkat};
+use rustix::fs::{CWD, OFlags, readlinkat};
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
 use super::error::{At as _, MountError, refused};
 use super::in_use::{self, Copies};
-use super::kernel::{self, KernelError, attach, clone_mount, open_directory_below};
+use super::kernel::{self, KernelError, attach, clone_mount, open_below, open_directory_below};
 use super::mountinfo;
 use super::state::{MountNumbers, Upper};
 
@@ -96,9 +96,7 @@ pub(super) fn open_in(root: impl AsFd, dir: &Path) -> Result<OwnedFd, MountError
 
 /// Where a symbolic link of the image leads; `None` for anything else.
 fn link_at(root: impl AsFd, name: &str) -> Option<String> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    let link = openat2(root, name, flags, Mode::empty(), resolve).ok()?;
+    let link = open_below(root, name, OFlags::PATH).ok()?;
     let to = readlinkat(link, "", Vec::new()).ok()?;
     Some(to.to_string_lossy().into_owned())
 }

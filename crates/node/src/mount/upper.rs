@@ -122,7 +122,7 @@ pub(crate) fn claim_given(
         return Err(problem("it was removed meanwhile"));
     }
     // No unmount could tell whether the mount is in use.
-    open_below(&lock, &dir, in_use::PROBE)?;
+    find_below(&lock, &dir, in_use::PROBE)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
@@ -225,12 +225,12 @@ pub(super) fn make_below(
         Err(Errno::EXIST) => false,
         Err(errno) => return Err(errno).at("create", dir.join(name)),
     };
-    Ok((open_below(base, dir, name)?.ok_or(Errno::NOENT).at("open", dir.join(name))?, is_new))
+    Ok((find_below(base, dir, name)?.ok_or(Errno::NOENT).at("open", dir.join(name))?, is_new))
 }
 
-/// Opens a directory below `base`, whose path is `dir`; `None` if it is missing. A symbolic link in its
+/// A directory below `base`, whose path is `dir`; `None` if it is missing. A symbolic link in its
 /// place is refused: it could lead anywhere.
-pub(super) fn open_below(
+pub(super) fn find_below(
     base: &OwnedFd,
     dir: &Path,
     name: &str,
@@ -279,7 +279,7 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
 /// Makes again what [`forget_volatile`] removed, and on the disk: the changes are to stay, and are not
 /// there yet.
 fn mark_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
-    let Some(mut parent) = open_below(base, dir, "work")? else { return Ok(()) };
+    let Some(mut parent) = find_below(base, dir, "work")? else { return Ok(()) };
     // Also the first one: [`clear_volatile`] may have been killed after it had removed that.
     for name in ["work", "incompat", "volatile"] {
         let (made, _) = make_below(&parent, dir, name)?;
@@ -390,7 +390,7 @@ pub(crate) fn forget_volatile(work: &OwnedFd, dir: &Path) -> Result<(), MountErr
 /// Prepares a directory that was mounted `volatile` for a mount of its own: syncs its content and
 /// removes the work directory, in which overlayfs noted that it may be torn. Nothing may use it.
 pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
-    let upper = open_below(base, dir, "upper")?.ok_or(Errno::NOENT).and_then(reopen);
+    let upper = find_below(base, dir, "upper")?.ok_or(Errno::NOENT).and_then(reopen);
     rustix::fs::syncfs(upper.at("open", dir)?).at("sync", dir)?;
     remove_all(&Path::new(&path_of(&base)).join("work"))
 }

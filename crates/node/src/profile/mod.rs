@@ -22,7 +22,7 @@ use std::process::ExitStatus;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{Digest, Domain, Error};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Advice, Dir, FileType, Mode, OFlags, ResolveFlags, fadvise};
+use rustix::fs::{Advice, Dir, FileType, OFlags, fadvise};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -30,7 +30,7 @@ pub use self::record::{Recorded, Subject, record, written_by};
 use crate::cache::named_objects;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
-use crate::mount::{RunDir, WRITABLE_DIRS_MAX, open_dir};
+use crate::mount::{RunDir, WRITABLE_DIRS_MAX, open_below, open_dir};
 use crate::page_files::{self, PageFiles};
 
 /// The version that is written and read.
@@ -210,7 +210,7 @@ pub fn written_dirs(upper: &Path) -> io::Result<Vec<PathBuf>> {
     while let Some(dir) = todo.pop() {
         let (mut is_written, mut is_empty) = (false, true);
         // The container may still run, and have moved it.
-        let Some(directory) = open_below(&upper, &dir)? else { continue };
+        let Some(directory) = changed_directory(&upper, &dir)? else { continue };
         for entry in Dir::read_from(&directory)? {
             let entry = entry?;
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
@@ -222,7 +222,7 @@ pub fn written_dirs(upper: &Path) -> io::Result<Vec<PathBuf>> {
             // What cannot be asked for is not gone into.
             let is_candidate =
                 inside.to_str().is_some() && entry.file_type() == FileType::Directory;
-            let found = if is_candidate { open_below(&upper, &inside)? } else { None };
+            let found = if is_candidate { changed_directory(&upper, &inside)? } else { None };
             match found.map(|it| shows_the_image(&it)).transpose()? {
                 Some(true) => todo.push(inside),
                 _ => is_written = true,
@@ -256,12 +256,10 @@ fn merged(mut dirs: Vec<PathBuf>, max: usize) -> Vec<PathBuf> {
     }
 }
 
-/// Opens a directory of the changes, through no symbolic link: a container makes what it likes there.
-fn open_below(upper: &OwnedFd, dir: &Path) -> io::Result<Option<OwnedFd>> {
+/// A directory of the changes; `None` if it is gone by now, or was made something else.
+fn changed_directory(upper: &OwnedFd, dir: &Path) -> io::Result<Option<OwnedFd>> {
     let path = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    match rustix::fs::openat2(upper, path, flags, Mode::empty(), resolve) {
+    match open_below(upper, path, OFlags::RDONLY | OFlags::DIRECTORY) {
         Ok(directory) => Ok(Some(directory)),
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => Ok(None),
         Err(errno) => Err(errno.into()),

@@ -2,16 +2,17 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, Dir, FileType, OFlags};
 use rustix::io::Errno;
 
 use super::super::index::Index;
 use super::super::usage::ObjectId;
 use super::{Found, Place, Superblock, Superblocks};
+use crate::mount::{open_below, open_cached};
 use crate::processes::Device;
 
 impl Superblock {
@@ -87,24 +88,12 @@ impl Superblocks {
 /// Opens a directory of a superblock, and fails if another one is there by now, or if a filesystem
 /// on the way would have to be asked.
 pub(super) fn open_directory(path: &Path, device: Device) -> io::Result<OwnedFd> {
-    let directory = crate::mount::open_cached(path)?;
+    let directory = open_cached(path)?;
     let found = Found::at(&directory, Path::new(""), AtFlags::EMPTY_PATH)?;
     if found.device != device {
         return Err(io::ErrorKind::NotFound.into());
     }
     Ok(directory)
-}
-
-/// Opens what is below a directory on the same mount, through no symbolic link: whoever may write
-/// to the mount may have made it.
-fn open_below(
-    directory: impl AsFd,
-    path: impl rustix::path::Arg,
-    flags: OFlags,
-) -> rustix::io::Result<OwnedFd> {
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    rustix::fs::openat2(directory, path, flags, Mode::empty(), resolve)
 }
 
 fn look_below(directory: &OwnedFd, path: &Path) -> rustix::io::Result<Option<Found>> {
