@@ -47,6 +47,18 @@ fn mounted_beside_a_cgroup(test: &str) -> Option<(Cgroup, Sandbox, String, PathB
     Some((group, sandbox, target, big))
 }
 
+/// A daemon that has taken up the mounts. The file was brought into memory after that: whatever was there
+/// before may have users that nobody has seen.
+fn started(sandbox: &Sandbox, args: &[&str], big: &Path) -> Daemon {
+    cache::forget(big);
+    let daemon = Daemon::start(sandbox, args);
+    daemon.sample();
+    // A use counts from the next tick of the ledger's clock.
+    std::thread::sleep(Duration::from_millis(100));
+    std::fs::read(big).unwrap();
+    daemon
+}
+
 /// A process of a cgroup that has a file open and has read it, without mapping it.
 fn opener(file: &str, group: &Cgroup) -> Killed {
     let run = "echo 0 > \"$0\" && exec 3<\"$1\" && cat <&3 >/dev/null && echo opened; read x";
@@ -77,11 +89,16 @@ fn by_command_and_by_daemon() {
     assert!(ran.json()["freed_bytes"].as_u64() >= Some(102_400), "{}", ran.stdout);
     assert_eq!(cache::resident(&big), 0);
 
-    // A use counts for pages that are resident from then on, so they are before it.
+    // After a start of the daemon it dropped what others had open since before that.
     read();
     let daemon = Daemon::start(&sandbox, &[]);
-    // It listens before it has taken up the mounts.
     daemon.sample();
+    let _before = opener(&format!("{target}/big"), &group);
+    let ran = sandbox.run(&["reclaim", "--container", &container, "--json"]).json();
+    assert_eq!((&ran["freed_bytes"], &ran["unsure_objects"]), (&0.into(), &1.into()), "{ran}");
+    drop(daemon);
+
+    let _daemon = started(&sandbox, &[], &big);
     sandbox.run(&["reclaim", "--container", "nobody"]).fails_with(3).refused("nobody");
     let _opener = opener(&format!("{target}/big"), &group);
     let ran = sandbox.run(&["reclaim", "--container", &container, "--bytes", "1 GiB"]);
@@ -97,9 +114,7 @@ fn by_command_and_by_daemon() {
 fn what_unknown_processes_opened_stays() {
     let test = "what_unknown_processes_opened_stays";
     let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
-    std::fs::read(&big).unwrap();
-    let daemon = Daemon::start(&sandbox, &["--period", "3600"]);
-    daemon.sample();
+    let daemon = started(&sandbox, &["--period", "3600"], &big);
     let file = format!("{target}/big");
     let _opener = opener(&file, &group);
     let container = path_of(&group);
@@ -224,14 +239,11 @@ fn a_damaged_image_is_named() {
 fn a_daemon_relieves_a_container_at_its_limit() {
     let test = "a_daemon_relieves_a_container_at_its_limit";
     let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
-    // Charged to this process: the kernel's own reclaim in the container does not touch it.
-    std::fs::read(&big).unwrap();
     let config = sandbox.text("config.toml");
     let policy = "[daemon.reclaim]\nsize = \"1 GiB\"\npressure_percent = 100.0\n";
     std::fs::write(&config, [AT_ONCE, policy].concat()).unwrap();
-    let daemon = Daemon::start(&sandbox, &["--config", &config]);
-    // It listens before it has taken up the mounts.
-    daemon.sample();
+    // The file is charged to this process: the kernel's own reclaim in the container does not touch it.
+    let _daemon = started(&sandbox, &["--config", &config], &big);
     let container = path_of(&group);
     let _opener = opener(&format!("{target}/big"), &group);
     let known = sandbox.run(&["reclaim", "--container", &container, "--dry-run", "--json"]).json();
@@ -261,13 +273,10 @@ fn a_daemon_relieves_a_container_at_its_limit() {
 fn a_daemon_drops_what_is_left_behind() {
     let test = "a_daemon_drops_what_is_left_behind";
     let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
-    std::fs::read(&big).unwrap();
     let config = sandbox.text("config.toml");
     let policy = "[daemon.reclaim]\ndrop_left_behind = true\n";
     std::fs::write(&config, [AT_ONCE, policy].concat()).unwrap();
-    let daemon = Daemon::start(&sandbox, &["--config", &config]);
-    // It listens before it has taken up the mounts.
-    daemon.sample();
+    let _daemon = started(&sandbox, &["--config", &config], &big);
     let container = path_of(&group);
     let opener = opener(&format!("{target}/big"), &group);
     // That takes all figures: the daemon knows the user now.

@@ -266,7 +266,14 @@ pub(crate) enum Listener {
 /// What a passed descriptor is. Clients at a TCP socket have to be authenticated, too.
 pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenError> {
     let at = || failed("the socket that was passed to it");
-    let family = sockopt::socket_domain(&socket).map_err(|error| at()(error.into()))?;
+    let asked = |error: Errno| at()(error.into());
+    let family = sockopt::socket_domain(&socket).map_err(asked)?;
+    if sockopt::socket_type(&socket).map_err(asked)? != SocketType::STREAM
+        || !sockopt::socket_acceptconn(&socket).map_err(asked)?
+    {
+        let problem = "it is no stream socket that listens (ListenStream= of a systemd unit)";
+        return Err(at()(io::Error::new(io::ErrorKind::InvalidInput, problem)));
+    }
     if family == AddressFamily::UNIX {
         return Ok(Listener::Unix(socket.into()));
     }
@@ -289,6 +296,8 @@ fn group_id(name: &str) -> Result<u32, ListenError> {
 
 #[cfg(test)]
 mod tests {
+    use cofolio_store::with_causes;
+
     use super::*;
 
     /// A datagram socket counted as one that nobody uses, and was replaced.
@@ -307,6 +316,22 @@ mod tests {
             assert!(!is_answered(&path).unwrap(), "{kind:?}");
             std::fs::remove_file(&path).unwrap();
         }
+    }
+
+    /// The daemon ran on without a word where a unit had `ListenDatagram`, and nobody could connect.
+    #[test]
+    fn a_passed_socket_has_to_listen() {
+        let refused = |kind| {
+            let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
+            let error = passed(socket, &Auth::for_test(None)).unwrap_err();
+            assert!(with_causes(&error).contains("no stream socket that listens"), "{error:?}");
+        };
+        refused(SocketType::DGRAM);
+        refused(SocketType::STREAM);
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
+        let passed = passed(listener.into(), &Auth::for_test(None)).unwrap();
+        assert!(matches!(passed, Listener::Unix(_)));
     }
 
     /// Another user had made the lock in /tmp and locked it: the daemon did not start, and said that

@@ -220,7 +220,7 @@ impl Figures {
             ("unknown_files", "Opened files that could not be looked at", unknown.files),
             (
                 "unknown_overflows",
-                "Times that the queue of opened files was full",
+                "Times that the queue of opened files was full, or the ledger had no time for it",
                 unknown.overflows,
             ),
         ] {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 /// Bounds processor time to a share of the time that passes. Each of `N` kinds of work has a part
-/// of it, and what the others leave: none can keep another one from its part. Time that was not
+/// of it, and what the others leave: none can use up another one's part. Time that was not
 /// used adds up to a limit; an overdraft delays what comes next of that kind.
 #[derive(Debug)]
 pub(crate) struct Pace<const N: usize> {
@@ -26,7 +26,7 @@ impl<const N: usize> Pace<N> {
         Self { share, parts, credits: [0.0; N], wall: Instant::now() }
     }
 
-    /// Takes up the time that has passed.
+    /// Takes up the time that has passed since it was last called.
     pub(crate) fn pass(&mut self) {
         let now = Instant::now();
         self.earn(now - self.wall);
@@ -54,7 +54,8 @@ impl<const N: usize> Pace<N> {
         self.credits[kind] -= used.as_secs_f64();
     }
 
-    fn earn(&mut self, passed: Duration) {
+    /// Takes up time that has passed.
+    pub(crate) fn earn(&mut self, passed: Duration) {
         let most = self.parts.map(|part| self.share * part * SAVED_SECONDS);
         let mut left = 0.0;
         for ((credit, part), most) in self.credits.iter_mut().zip(self.parts).zip(most) {

@@ -402,7 +402,13 @@ impl Due {
 
 #[cfg(test)]
 mod tests {
+    use cofolio_node::config::Limit;
+    use cofolio_node::ledger::ReclaimPolicy;
+    use cofolio_node::mount::RunDir;
+    use cofolio_store::{InitOptions, Store};
+
     use super::*;
+    use crate::upkeep::Schedule;
 
     /// One whose client has gone is not worked on: a reclaim that was refused must not happen later.
     #[test]
@@ -413,6 +419,43 @@ mod tests {
         assert!(!question.is_abandoned());
         drop(receiver);
         assert!(question.is_abandoned());
+    }
+
+    /// Whoever can connect to a TCP address waits once answers have taken their share, and nobody waits for
+    /// him. With a share of a whole processor no test failed.
+    #[test]
+    fn answers_to_anybody_have_a_share_of_their_own() {
+        let scratch = tempfile::tempdir().unwrap();
+        let store = Store::init(&scratch.path().join("store"), &InitOptions::default()).unwrap();
+        let ledger = Ledger::new(store, RunDir::at(scratch.path().join("run")));
+        let upkeep = Schedule {
+            delay: Duration::ZERO,
+            gc: None,
+            scrub: None,
+            scrub_rate: None,
+            limit: Limit::default(),
+        };
+        let (period, reclaim) = (Duration::from_secs(1), ReclaimPolicy::default());
+        let settings = Settings { period, share: 0.0, reclaim, upkeep };
+        let published = Arc::new(Published::default());
+        let (mut worker, questions) =
+            Worker::new(ledger, published, Arc::new(RwLock::new(settings))).unwrap();
+        let ask = |is_trusted| {
+            let (sender, receiver) = oneshot::channel();
+            assert!(questions.ask(Question::Sharing(String::new(), 1, sender), is_trusted));
+            receiver
+        };
+        let (mut answers, cancel) = (Pace::new(ANSWERS_SHARE, [1.0]), Cancel::default());
+        answers.charge(0, Duration::from_secs(10));
+        let (mut of_anybody, mut of_root) = (ask(false), ask(true));
+        assert!(worker.answer_one(&mut answers, &cancel));
+        assert!(of_root.try_recv().is_ok());
+        answers.earn(Duration::from_secs(190));
+        assert!(!worker.answer_one(&mut answers, &cancel));
+        assert!(of_anybody.try_recv().is_err());
+        answers.earn(Duration::from_secs(20));
+        assert!(worker.answer_one(&mut answers, &cancel));
+        assert!(of_anybody.try_recv().is_ok());
     }
 
     /// A chore that has had its turn comes again after the others, also if it failed.

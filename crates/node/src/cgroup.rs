@@ -449,7 +449,7 @@ pub(crate) fn is_at_or_below(path: &str, top: &str) -> bool {
 
 /// The path of a process's cgroup below the root of a hierarchy. A cgroup whose name is not UTF-8
 /// counts as the one above it. Fails for a process that has ended: in version 1, the kernel says of
-/// a zombie that it is in `/`.
+/// a zombie that it is in `/`, and of a main thread that has ended before the others.
 pub(crate) fn of_process(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
     let directory = processes::directory(root, pid);
     let text = kernel_text::read(&directory.join("cgroup"))?;
@@ -458,7 +458,9 @@ pub(crate) fn of_process(root: &Path, pid: u32, version: Version) -> io::Result<
         && path.as_deref() == Some("/")
         && is_ending(&kernel_text::read(&directory.join("stat"))?)
     {
-        return Err(io::ErrorKind::NotFound.into());
+        let thread = processes::other_thread(root, pid).ok_or(io::ErrorKind::NotFound)?;
+        let text = kernel_text::read(&processes::directory(root, thread).join("cgroup"))?;
+        return Ok(path_in(&text, version).map(|path| up_to_odd_name(path).to_owned()));
     }
     Ok(path)
 }

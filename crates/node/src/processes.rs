@@ -77,8 +77,19 @@ pub(crate) fn all(root: &Path) -> io::Result<Vec<u32>> {
     Ok(names.filter_map(|name| name.parse().ok()).collect())
 }
 
-/// A thread of a process besides its main one. `/proc` has a directory of its number, too, but does not
-/// list it.
+/// A thread of a process that shows its memory, files and cgroup: the main one, and another one if that
+/// has ended. `/proc` has a directory of its number, too, but does not list it.
+pub(crate) fn live_thread(root: &Path, pid: u32) -> u32 {
+    // Kernel threads and zombies have no program either, and no other thread.
+    match fs::read_link(directory(root, pid).join("exe")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            other_thread(root, pid).unwrap_or(pid)
+        }
+        _ => pid,
+    }
+}
+
+/// A thread of a process besides its main one.
 pub(crate) fn other_thread(root: &Path, pid: u32) -> Option<u32> {
     let threads = fs::read_dir(directory(root, pid).join("task")).ok()?;
     let mut threads = threads.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());

@@ -1,6 +1,7 @@
 //! `cofolio run` killed, and a run directory that is gone.
 
 use std::fs;
+use std::io::Read as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -64,7 +65,7 @@ fn a_killed_run_leaves_nothing_that_is_not_put_right() {
 
 /// The main thread of a program may end before the others. cgroup v1 shows such a process in `/`, so its
 /// container counted as ended: gc killed it and deleted its changes, and `stop` could not end it. What
-/// it mapped was nobody's, since `/proc/PID/maps` is empty.
+/// it mapped was nobody's, since `/proc/PID/maps` is empty, and `umount` took a mount from it.
 #[test]
 fn a_container_goes_on_without_its_main_thread() {
     const TEST: &str = "a_container_goes_on_without_its_main_thread";
@@ -81,9 +82,10 @@ static void *go_on(void *unused) {
     write(1, "up\n", 3);
     for (;;) pause();
 }
-int main(void) {
+int main(int count, char **arguments) {
     pthread_t second;
-    mmap(0, 4096, PROT_READ, MAP_SHARED | MAP_POPULATE, open("/bin/busybox", O_RDONLY), 0);
+    const char *file = count > 1 ? arguments[1] : "/bin/busybox";
+    mmap(0, 4096, PROT_READ, MAP_SHARED | MAP_POPULATE, open(file, O_RDONLY), 0);
     first = pthread_self();
     pthread_create(&second, 0, go_on, 0);
     pthread_exit(0);
@@ -92,6 +94,20 @@ int main(void) {
     if !build_static(source, &dir.join("go_on")) {
         return skip(TEST, "no C compiler that links statically");
     }
+    let target = machine.path("target");
+    let text = target.to_str().unwrap();
+    machine.run(&["mount", "--create", "--writable", "/tmp", "box:1", text]).ok();
+    let mut user = Command::new(dir.join("go_on"))
+        .arg(target.join("bin/busybox"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    user.stdout.as_mut().unwrap().read_exact(&mut [0; 3]).unwrap();
+    let unmounted = machine.run(&["umount", text]);
+    user.kill().unwrap();
+    user.wait().unwrap();
+    unmounted.fails_with(7).refused(&format!("process {}", user.id()));
+    machine.run(&["umount", text]).ok();
     let volume = format!("{}:/mnt:ro", dir.display());
     for runtime in runtimes {
         let options = ["--rw", "-v", &volume, "--name", "it"];

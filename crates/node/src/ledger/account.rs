@@ -72,7 +72,8 @@ pub struct Unknown {
     /// Files that were opened by a process that had ended when its event was read, or whose cgroup
     /// could not be told.
     pub openers: u64,
-    /// Times that the queue of events was full. Each may stand for any number of opened files.
+    /// Times that the queue of events was full, or that the ledger had no time for it. Each may stand
+    /// for any number of opened files.
     pub overflows: u64,
     /// Processes that could not be read, or not in whole, or whose uses could not all be noted, of
     /// the last complete round.

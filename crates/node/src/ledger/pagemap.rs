@@ -7,6 +7,7 @@ use std::path::Path;
 
 use cofolio_sys::pagemap::{self, Entry};
 use cofolio_sys::{cache, process};
+use rustix::fs::OFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::address_space::{access, probe_and_access};
@@ -33,14 +34,17 @@ pub(super) fn entries(process: &Path, step: Range<u64>) -> io::Result<Vec<(u64, 
 }
 
 /// Takes a file's pages out of the memory of a process that maps it there, as far as they are the
-/// file's. A process may end, or unmap the file, meanwhile. If another one has its number or its
+/// file's. Before Linux 6.9 not if the process's main thread has ended. A process may end, or unmap the file, meanwhile. If another one has its number or its
 /// addresses now, that one only has to read pages again.
 pub(super) fn page_out(process: &Path, pid: u32, addresses: Range<u64>) -> io::Result<()> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
     for step in steps(addresses) {
         let path = process.to_owned();
         probe_and_access(process, move || {
-            let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+            // PIDFD_THREAD of Linux 6.9: it need not be a main thread.
+            let thread = PidfdFlags::from_bits_retain(OFlags::EXCL.bits());
+            let pidfd =
+                pidfd_open(pid, thread).or_else(|_| pidfd_open(pid, PidfdFlags::empty()))?;
             // One by one, so that a locked part does not spare those behind it.
             for part in without_copies(&path, step)? {
                 let _ = process::page_out(&pidfd, std::slice::from_ref(&part));

@@ -71,10 +71,12 @@ impl ProcessLooks {
 fn look_at(pid: u32, state: &mut State, events: &Events) -> Result<(), String> {
     let mut maps_files = false;
     let looked = look_at_thread(pid, state, events, &mut maps_files);
-    let none = !maps_files && looked.is_ok();
-    match none.then(|| processes::other_thread(&state.root, pid)).flatten() {
-        Some(thread) => look_at_thread(thread, state, events, &mut maps_files),
-        None => looked,
+    if maps_files || looked.is_err() {
+        return looked;
+    }
+    match processes::live_thread(&state.root, pid) {
+        main if main == pid => looked,
+        thread => look_at_thread(thread, state, events, &mut maps_files),
     }
 }
 

@@ -12,7 +12,6 @@
 //! an object meanwhile brings its pages back.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
 use std::io;
 use std::iter;
 use std::ops::Range;
@@ -35,6 +34,7 @@ use super::unused::{OtherUser, UsesSince};
 use super::usage::{CgroupId, ObjectId, Usage};
 use super::{Budget, LedgerError, Result, UsedImage};
 use crate::address_space::is_unanswered;
+use crate::page_files::open_page_file;
 use crate::processes;
 
 /// Whose objects are dropped.
@@ -233,6 +233,7 @@ impl Reclaim<'_> {
         steps_left: &mut u32,
     ) -> bool {
         let State { superblocks, index, root, .. } = &mut *self.state;
+        let pid = processes::live_thread(root, pid);
         let mut fits = true;
         let read = processes::mappings(&processes::directory(root, pid), |mapping| {
             let object = superblocks.mapped(root, pid, &mapping, index).map(|(_, it)| it);
@@ -324,7 +325,7 @@ impl Reclaim<'_> {
         let domain = self.state.index.domains().get(object.domain as usize).ok_or_else(missing)?;
         let page_file = self.state.page_files.get(&id);
         let path = page_file.cloned().or_else(|| domain.domain.object_path(&object.digest));
-        let file = File::open(path.ok_or_else(missing)?)?;
+        let file = open_page_file(&path.ok_or_else(missing)?)?;
         let pages = || match page_file {
             Some(_) => FileMap::new(&file, object.size)?.resident_pages(),
             None => cache::resident_pages(&file, object.size),

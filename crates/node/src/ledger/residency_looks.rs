@@ -20,6 +20,7 @@ use super::state::State;
 use super::usage::ObjectId;
 use crate::cgroup::COMMONS;
 use crate::mount::open_dir;
+use crate::page_files::open_page_file;
 
 /// Directories of objects that are open at one time: there can be more trust domains than
 /// descriptors.
@@ -122,11 +123,11 @@ impl ResidencyLooks {
         let page_file = state.page_files.get(&id);
         let Some(object) = state.index.object(id) else { return };
         let file = match (page_file, directory) {
-            (Some(path), _) => File::open(path),
+            (Some(path), _) => open_page_file(path),
             (None, Err(error)) => Err((*error).into()),
             (None, Ok(directory)) => {
-                // Relative to the directory: that takes half the time.
-                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                // As `open_page_file`, but relative to the directory: that takes half the time.
+                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
                 let opened = openat(directory, object.digest.object_path(), flags, Mode::empty());
                 opened.map(File::from).map_err(Into::into)
             }

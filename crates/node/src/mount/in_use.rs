@@ -385,10 +385,13 @@ pub(super) fn process_on(
 ) -> io::Result<Option<String>> {
     let mut unanswered = None;
     for process in numbers(&root.join("proc"))? {
-        let mut is_user = is_any_on(&files_of(&process)?, mounts)?;
+        let pid = process.file_name().and_then(|name| name.to_str()?.parse().ok());
+        let thread = pid.map(|pid| processes::directory(root, processes::live_thread(root, pid)));
+        let thread = thread.as_ref().unwrap_or(&process);
+        let mut is_user = is_any_on(&files_of(thread)?, mounts)?;
         // One deadline is enough to wait for: whoever asks holds a lock.
         if !is_user && unanswered.is_none() {
-            match maps_one_on(&process, mounts, devices) {
+            match maps_one_on(thread, mounts, devices) {
                 Err(error) if is_unanswered(&error) => {
                     let process = named(&process);
                     unanswered =
@@ -440,9 +443,10 @@ fn maps_one_on(process: &Path, mounts: &HashSet<u64>, devices: &[(u32, u32)]) ->
     Ok(false)
 }
 
-/// Links to the files of a process but those that it maps, as far as it can be asked.
+/// Links to the files of a process but those that it maps, as far as it can be asked: by a thread that
+/// has not ended.
 fn files_of(process: &Path) -> io::Result<Vec<PathBuf>> {
-    // All threads have the same program and mappings and, as a rule, the same files.
+    // All these threads have the same program and mappings and, as a rule, the same files.
     let mut files = default_unless_exhausted(numbers(&process.join("fd")))?;
     files.push(process.join("exe"));
     for task in default_unless_exhausted(numbers(&process.join("task")))? {

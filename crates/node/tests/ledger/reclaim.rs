@@ -89,6 +89,26 @@ fn reclaim_drops_what_a_container_alone_uses() {
     pair.umount(&top);
 }
 
+/// A FIFO in the place of an object hung the ledger for good: the daemon took no figures and did not end,
+/// and `reclaim` and `warm` hung as well.
+#[test]
+fn a_fifo_is_no_object() {
+    let test = "a_fifo_is_no_object";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let top = pair.mount(0, "m", Access::ReadOnly);
+    let own = pair.domain.object_path(&pair.object(1)).unwrap();
+    forget(&own);
+    fs::remove_file(&own).unwrap();
+    let (fifo, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR);
+    rustix::fs::mknodat(rustix::fs::CWD, &own, fifo, mode, 0).unwrap();
+    let mut ledger = pair.ledger();
+    ledger.sample_all().unwrap();
+    let found = ledger.reclaim(&all_of(ReclaimTarget::Domain("default".to_owned()))).unwrap();
+    assert_eq!(found.resident_bytes, found.freed_bytes);
+    pair.umount(&top);
+}
+
 /// Pages that a process on another processor had just brought in stayed: the kernel keeps up to 31
 /// of them in a batch of that processor, and process_madvise does not find them there. Filesystems
 /// that read ahead in large folios have no such batches.

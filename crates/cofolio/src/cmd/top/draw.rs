@@ -39,7 +39,8 @@ const HELP: &[&str] = &[
     "PROPORTIONAL  each object divided by the number of its users",
     "SAVED         what the page cache would hold more if each image",
     "              had its own copy of what its containers use",
-    "unknown       openers of no known container, overflows of the kernel's queue,",
+    "unknown       openers of no known container, overflows: opened files were",
+    "              lost, as their queue was full or there was no time for it;",
     "              processes, images and opened files that could not be",
     "              read, mounts that cannot be watched",
 ];
