@@ -173,7 +173,7 @@ impl Bench {
         cold_start()?;
         self.own.warm()?;
         wait_for_quiet(SETTLE_MAX);
-        let dying = dying::count(&self.hierarchy)?;
+        let dying = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
         let before = read_memory()?;
         let caches = slab_caches(Path::new("/"))?;
         let started = Instant::now();
