@@ -2,7 +2,6 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -12,6 +11,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use cofolio_daemon::Client;
 use cofolio_node::{ledger::Report, mount::RunDir};
 use cofolio_store::Domain;
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,7 +19,7 @@ use rustix::process::{Pid, Signal, kill_process};
 /// `cofolio serve`, ended when dropped.
 pub(crate) struct Daemon {
     child: Child,
-    socket: PathBuf,
+    pub(crate) client: Client,
 }
 
 impl Daemon {
@@ -41,9 +41,9 @@ impl Daemon {
             .stderr(Stdio::null())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        let mut daemon = Self { child, socket };
+        let mut daemon = Self { child, client: Client::at(socket) };
         let started = Instant::now();
-        while UnixStream::connect(&daemon.socket).is_err() {
+        while UnixStream::connect(daemon.client.socket()).is_err() {
             if let Some(status) = daemon.child.try_wait()? {
                 bail!("{} serve ended: {status}", program.display());
             }
@@ -53,33 +53,18 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// The body of the answer to `METHOD PATH`.
-    pub(crate) fn ask(&self, request: &str) -> Result<Vec<u8>> {
-        let mut stream = UnixStream::connect(&self.socket)?;
-        write!(stream, "{request} HTTP/1.0\r\n\r\n")?;
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer)?;
-        let head = answer.windows(4).position(|it| it == b"\r\n\r\n").context("no answer")?;
-        ensure!(
-            answer.starts_with(b"HTTP/1.1 200 ") || answer.starts_with(b"HTTP/1.0 200 "),
-            "{request}: {}",
-            String::from_utf8_lossy(&answer)
-        );
-        Ok(answer.split_off(head + 4))
-    }
-
     /// Takes all figures now.
     pub(crate) fn sample(&self) -> Result<Report> {
-        Ok(serde_json::from_slice(&self.ask("POST /v1/sample")?)?)
+        Ok(self.client.post("/v1/sample", &())?)
     }
 
     /// The report that was published last.
     pub(crate) fn report(&self) -> Result<Report> {
-        Ok(serde_json::from_slice(&self.ask("GET /v1/report")?)?)
+        Ok(self.client.get("/v1/report")?)
     }
 
     pub(crate) fn metrics(&self) -> Result<Metrics> {
-        Ok(Metrics(String::from_utf8(self.ask("GET /metrics")?)?))
+        Ok(Metrics(self.client.get_text("/metrics")?))
     }
 
     /// Makes it read its configuration again.

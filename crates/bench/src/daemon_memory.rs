@@ -238,8 +238,8 @@ fn observe(
         let what = format!("the daemon knows {used_pairs} used pairs of {wanted}");
         return Err(Fail::new(Exit::Failure, what).into());
     }
-    let report_bytes = daemon.ask("GET /v1/report")?.len() as u64;
-    daemon.ask("GET /v1/sharing?domain=default")?;
+    let report_bytes = daemon.client.get_text("/v1/report")?.len() as u64;
+    daemon.client.get_text("/v1/sharing?domain=default")?;
     let usage_lists_bytes = daemon.metrics()?.figure("cofolio_usage_lists_bytes")?;
     let [resident, anonymous] = ["VmRSS", "RssAnon"].map(|line| daemon.status(line));
     let mut looks_ms = Vec::new();

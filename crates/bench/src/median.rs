@@ -1,9 +1,10 @@
 //! Medians of figures that vary from round to round, and how certain they are.
 
-/// The upper one of an even number. Not a number if there is no figure.
+/// Of an even number the mean of the two middle ones. Not a number if there is no figure.
 pub(crate) fn median(figures: impl Iterator<Item = f64>) -> f64 {
     let figures = sorted(figures);
-    figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
+    let at = |place: usize| figures.get(place).copied().unwrap_or(f64::NAN);
+    at(figures.len() / 2).midpoint(at(figures.len().saturating_sub(1) / 2))
 }
 
 fn sorted(figures: impl Iterator<Item = f64>) -> Vec<f64> {
@@ -35,6 +36,14 @@ pub(crate) fn interval(figures: impl Iterator<Item = f64>) -> Option<[f64; 2]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// It was the upper one of the two: of the 60 pairs of `churn` one ratio above the middle.
+    #[test]
+    fn the_median_of_an_even_number_is_between_the_middle_ones() {
+        assert_eq!(median([4.0, 1.0, 3.0, 2.0].into_iter()), 2.5);
+        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
+        assert!(median(std::iter::empty()).is_nan());
+    }
 
     #[test]
     fn the_interval_of_a_median_needs_six_figures() {

@@ -194,12 +194,18 @@ fn short_lived_containers_come_and_go_over_warmed_images_and_others() {
     let test = "short_lived_containers_come_and_go_over_warmed_images_and_others";
     let Some(images) = images(test) else { return };
     let ran = images.benchmark("churn", &["--short-lived", "--containers", "3"]).output();
-    assert!(Ran::of(ran.unwrap()).ok().contains("| warmed, half of them write | 3 | "));
+    assert!(Ran::of(ran.unwrap()).ok().contains("| warmed once, half of them write | 3 | "));
     let result = fs::read(images.dir.path().join("result")).unwrap();
     let result: Value = serde_json::from_slice(&result).unwrap();
     let left = result["left"].as_array().unwrap();
     let how = |it: &Value| json!([it["warmed"], it["wrote"], it["containers"]]);
-    let runs = [json!([true, false, 3]), json!([true, true, 3]), json!([false, false, 3])];
+    let runs = [
+        json!(["at-each-mount", false, 3]),
+        json!(["at-each-mount", true, 3]),
+        json!(["once", false, 3]),
+        json!(["once", true, 3]),
+        json!(["never", false, 3]),
+    ];
     assert_eq!(left.iter().map(how).collect::<Vec<_>>(), runs);
     let counts = ["dying_before", "dying_after", "dying_left"];
     assert!(left.iter().all(|it| counts.iter().all(|count| it[count].is_u64())), "{result}");

@@ -125,7 +125,16 @@ impl Client {
     /// # Errors
     /// [`ClientError`]; [`ClientError::Io`] with `WouldBlock` when the time is up.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
-        self.request(Method::GET, path, Vec::new())
+        parsed(path, &self.request(Method::GET, path, Vec::new())?)
+    }
+
+    /// The same as text: `/metrics` is not JSON.
+    ///
+    /// # Errors
+    /// Those of [`Client::get`].
+    pub fn get_text(&self, path: &str) -> Result<String, ClientError> {
+        let body = self.request(Method::GET, path, Vec::new())?;
+        String::from_utf8(body.into()).map_err(|error| malformed(path, error))
     }
 
     /// Gets the answer to `POST path` with this body.
@@ -138,15 +147,10 @@ impl Client {
         body: &impl Serialize,
     ) -> Result<T, ClientError> {
         let body = serde_json::to_vec(body).map_err(|error| malformed(path, error))?;
-        self.request(Method::POST, path, body)
+        parsed(path, &self.request(Method::POST, path, body)?)
     }
 
-    fn request<T: DeserializeOwned>(
-        &self,
-        method: Method,
-        path: &str,
-        body: Vec<u8>,
-    ) -> Result<T, ClientError> {
+    fn request(&self, method: Method, path: &str, body: Vec<u8>) -> Result<Bytes, ClientError> {
         let failed = |source| ClientError::Io { socket: self.socket.clone(), source };
         let request = Request::builder()
             .method(method)
@@ -181,7 +185,7 @@ impl Client {
             let why = said.map_or_else(|| "refused".to_owned(), |it| it.error);
             return Err(ClientError::Refused { path: path.to_owned(), status: status.into(), why });
         }
-        serde_json::from_slice(&body).map_err(|error| malformed(path, error))
+        Ok(body)
     }
 
     /// The status and the body of the answer.
@@ -223,6 +227,10 @@ fn is_closed(error: &hyper::Error) -> bool {
         matches!(it.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
     });
     is_broken || error.is_incomplete_message() || error.is_canceled()
+}
+
+fn parsed<T: DeserializeOwned>(path: &str, body: &[u8]) -> Result<T, ClientError> {
+    serde_json::from_slice(body).map_err(|error| malformed(path, error))
 }
 
 fn malformed(path: &str, what: impl ToString) -> ClientError {

@@ -48,10 +48,12 @@ use crate::source::Unpacked;
 /// and 90 % of the files that they opened. Else the command fails. Needs root and a memory cgroup.
 ///
 /// With --short-lived, the containers come and go one after the other, from dropped caches: first
-/// with their images read ahead when they are mounted, as `[commons] warm = "all"` has it, then the
-/// same where every other one writes 4 KiB, then without reading ahead. Each reads --profile-files
-/// files, and the next of its image reads the files behind them. The containers without reading
-/// ahead are the control, at most 1,000. Counts their memory cgroups that were removed and that the
+/// with their images read ahead after each mount, as `[commons] warm = "all"` has it, and with
+/// nothing else mounted. Then with each image read ahead once, before the first container, and kept
+/// mounted by an idle mount. Each of these runs once where all containers read, and once where every
+/// other one writes 4 KiB. At last the containers come without reading ahead. Each reads
+/// --profile-files files, and the next of its image reads the files behind them. The containers
+/// without reading ahead are the control, at most 1,000. Counts their memory cgroups that were removed and that the
 /// kernel keeps because something is still charged to them. If 1,000 containers of the control
 /// leave no more than 100, it writes its figures and fails: they show nothing.
 #[derive(Debug, clap::Args)]
@@ -135,8 +137,10 @@ struct Churn<'a> {
     next: usize,
     containers: VecDeque<Container>,
     gone: Vec<Gone>,
-    /// With it, images are read ahead when they are mounted.
+    /// With it, images are read ahead after each mount.
     commons: Option<Commons>,
+    /// With `--short-lived`: a mount of each image that no container uses.
+    idle: Vec<PathBuf>,
     /// Whether containers with a writable mount write 4 KiB.
     write: bool,
     /// With `--short-lived`: the parent cgroup of each container, kept to the end.
@@ -181,6 +185,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         containers: VecDeque::new(),
         gone: Vec::new(),
         commons: None,
+        idle: Vec::new(),
         write: true,
         cgroups_above: args.short_lived.then(Vec::new),
     };
@@ -220,12 +225,7 @@ impl Churn<'_> {
         let started = Instant::now();
         self.mounter().mount(&request)?;
         let mount = started.elapsed();
-        let started = Instant::now();
-        let warmed = self.commons.as_ref().map(|commons| {
-            let run = RunDir::of(self.domain.store());
-            commons.warm(self.domain, &run, &digest, None, &Task::default())
-        });
-        let warm = warmed.transpose()?.map(|_| started.elapsed());
+        let warm = self.commons.as_ref().map(|it| self.warm(it, &digest)).transpose()?;
         self.containers.push_back(Container { number, began: i64::MAX, workers, target, cgroup });
         let profiles = &self.profiles[image];
         let of_its_image = number / (2 * self.images.digests.len()) * 2 + number % 2;
@@ -245,6 +245,24 @@ impl Churn<'_> {
         Ok(Begun { is_writable, mount, warm })
     }
 
+    /// Says how long it took.
+    fn warm(&self, commons: &Commons, image: &Digest) -> Result<Duration> {
+        let (run, started) = (RunDir::of(self.domain.store()), Instant::now());
+        commons.warm(self.domain, &run, image, None, &Task::default())?;
+        Ok(started.elapsed())
+    }
+
+    /// Mounts each image for as long as the containers come and go.
+    fn mount_idle(&mut self) -> Result<()> {
+        for (number, digest) in self.images.digests.iter().enumerate() {
+            let target = self.dir.join(format!("idle-{number}"));
+            fs::create_dir_all(&target)?;
+            self.mounter().mount(&MountRequest::new(*digest, target.clone()))?;
+            self.idle.push(target);
+        }
+        Ok(())
+    }
+
     /// Says how long the unmount took, if there was a container.
     fn end_oldest(&mut self) -> Result<Option<Duration>> {
         let Some(oldest) = self.containers.pop_front() else { return Ok(None) };
@@ -254,17 +272,22 @@ impl Churn<'_> {
 
     fn end(&self, mut container: Container) -> Result<Duration> {
         let ended = container.workers.end();
+        let took = self.umount(&container.target)?;
+        ended?;
+        Ok(took)
+    }
+
+    fn umount(&self, target: &Path) -> Result<Duration> {
         let started = Instant::now();
-        let umounted = self.mounter().umount(&container.target, &UmountOptions::default());
+        let umounted = self.mounter().umount(target, &UmountOptions::default());
         let took = started.elapsed();
         if umounted.is_err() {
             // It must not stay when the benchmark ends.
             let options = UmountOptions { force: true, ..Default::default() };
-            let _ = self.mounter().umount(&container.target, &options);
+            let _ = self.mounter().umount(target, &options);
         }
         umounted?;
-        fs::remove_dir(&container.target)?;
-        ended?;
+        fs::remove_dir(target)?;
         Ok(took)
     }
 
@@ -273,6 +296,8 @@ impl Churn<'_> {
     fn end_all(&mut self) -> Result<()> {
         let containers = std::mem::take(&mut self.containers);
         let ended = for_all(containers, |container| self.end(container).map(drop));
+        let idle = std::mem::take(&mut self.idle);
+        let ended = ended.and(for_all(idle, |target| self.umount(&target).map(drop)));
         self.cgroups_above.iter_mut().for_each(Vec::clear);
         let removed = for_all([COMMONS, CONTAINERS], |it| Ok(self.hierarchy.remove(it)?));
         ended.and(removed).and(cleanup::ensure_nothing_is_left(

@@ -44,8 +44,7 @@ struct ShortLived {
 /// What short-lived containers left behind.
 #[derive(Debug, Serialize)]
 struct Left {
-    /// Whether the images were read ahead into the commons.
-    warmed: bool,
+    warmed: Warmed,
     /// Whether every other container wrote 4 KiB.
     wrote: bool,
     /// Containers that came and went.
@@ -55,8 +54,20 @@ struct Left {
     dying_after: u64,
     /// Those of the containers: see [`dying::with_dying_below`].
     dying_left: usize,
-    /// The time to warm the image of a container after its mount, with most of it resident.
+    /// The time to warm an image: with most of it resident, or once and from the disk.
     warm: Option<Spread>,
+}
+
+/// When the images are read ahead into the commons.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Warmed {
+    /// After each container's mount. Before it nothing has the image mounted, and the pages of its
+    /// metadata went with the last mount.
+    AtEachMount,
+    /// Before the first container. An idle mount keeps the image mounted from then on.
+    Once,
+    Never,
 }
 
 /// Cuts a profile into some of so many files each.
@@ -75,9 +86,17 @@ pub(super) fn cut(profile: &Path, files: usize) -> Result<Vec<PathBuf>> {
 /// Counts the cgroups that stay behind, with and without the images read ahead.
 pub(super) fn run(bench: &Bench<'_>, churn: &mut Churn<'_>) -> Outcome {
     let mut found = ShortLived { left: Vec::new() };
-    for (warmed, write) in [(true, false), (true, true), (false, false)] {
-        let containers =
-            if warmed { bench.args.containers } else { bench.args.containers.min(CONTROL_MAX) };
+    for (warmed, write) in [
+        (Warmed::AtEachMount, false),
+        (Warmed::AtEachMount, true),
+        (Warmed::Once, false),
+        (Warmed::Once, true),
+        (Warmed::Never, false),
+    ] {
+        let containers = match warmed {
+            Warmed::Never => bench.args.containers.min(CONTROL_MAX),
+            _ => bench.args.containers,
+        };
         churn.write = write;
         let left = churn.leave(containers, warmed, bench.cancel);
         let ended = churn.end_all();
@@ -101,9 +120,11 @@ pub(super) fn run(bench: &Bench<'_>, churn: &mut Churn<'_>) -> Outcome {
 impl Left {
     fn how(&self) -> &'static str {
         match (self.warmed, self.wrote) {
-            (true, false) => "warmed, containers that read",
-            (true, true) => "warmed, half of them write",
-            (false, _) => "not warmed, containers that read",
+            (Warmed::AtEachMount, false) => "warmed at each mount, containers that read",
+            (Warmed::AtEachMount, true) => "warmed at each mount, half of them write",
+            (Warmed::Once, false) => "warmed once, containers that read",
+            (Warmed::Once, true) => "warmed once, half of them write",
+            (Warmed::Never, _) => "not warmed, containers that read",
         }
     }
 }
@@ -125,7 +146,7 @@ impl ShortLived {
                 "| {how} | {containers} | {dying_before} | {dying_after} | {dying_left} |{warm}\n"
             );
         }
-        for control in self.left.iter().filter(|it| !it.warmed) {
+        for control in self.left.iter().filter(|it| it.warmed == Warmed::Never) {
             text += &format!("\n{}\n", control_says(control));
         }
         text
@@ -135,7 +156,7 @@ impl ShortLived {
     #[allow(clippy::cast_precision_loss, reason = "a count of cgroups")]
     fn goals(&self) -> Goals {
         let left = |it: &Left| it.dying_left as f64;
-        let warmed = || self.left.iter().filter(|it| it.warmed);
+        let warmed = || self.left.iter().filter(|it| it.warmed != Warmed::Never);
         let is_judged =
             warmed().all(|it| it.containers >= DYING_CONTAINERS || left(it) > DYING_MAX);
         let goals = Goals::new(format!("{DYING_CONTAINERS} containers"), is_judged);
@@ -148,7 +169,7 @@ impl ShortLived {
     /// Fails if the containers without warming left too few behind. Smaller runs prove nothing
     /// anyway.
     fn ensure_it_shows_something(&self) -> Result<()> {
-        for control in self.left.iter().filter(|it| !it.warmed) {
+        for control in self.left.iter().filter(|it| it.warmed == Warmed::Never) {
             ensure!(
                 control.containers < CONTROL_MAX || control.dying_left > CONTROL_DYING_MIN,
                 "{} It has to leave more than {CONTROL_DYING_MIN}. With fewer --profile-files it \
@@ -171,14 +192,25 @@ fn control_says(control: &Left) -> String {
 
 impl Churn<'_> {
     /// Lets so many containers come and go one after the other, from a cold start.
-    fn leave(&mut self, containers: u32, warmed: bool, cancel: &Cancel) -> Result<Left> {
+    fn leave(&mut self, containers: u32, warmed: Warmed, cancel: &Cancel) -> Result<Left> {
         cold_start()?;
         let own = OwnFiles::find()?;
         own.warm()?;
         let dying_before = dying::settled_count(&self.hierarchy, DYING_QUIET)?;
         self.hierarchy.standing(CONTAINERS)?;
-        self.commons = warmed.then(|| Commons::open(COMMONS, None)).transpose()?;
         let mut warms = Vec::new();
+        self.commons = None;
+        match warmed {
+            Warmed::AtEachMount => self.commons = Some(Commons::open(COMMONS, None)?),
+            Warmed::Once => {
+                let commons = Commons::open(COMMONS, None)?;
+                self.mount_idle()?;
+                for image in &self.images.digests {
+                    warms.push(self.warm(&commons, image)?);
+                }
+            }
+            Warmed::Never => {}
+        }
         for _ in 0..containers {
             cancel.check()?;
             // The container's process is the benchmark's own program, and would be charged for
@@ -209,7 +241,7 @@ mod tests {
 
     /// Containers, dying cgroups before and after, and those of the containers.
     fn short_lived(warmed: [u64; 4], control: [u64; 4]) -> ShortLived {
-        let left = [(true, warmed), (false, control)];
+        let left = [(Warmed::Once, warmed), (Warmed::Never, control)];
         let left = left.map(|(warmed, [containers, before, after, left])| Left {
             warmed,
             wrote: false,

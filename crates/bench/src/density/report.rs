@@ -368,4 +368,28 @@ mod tests {
         assert!(read_only.found.unwrap().least < 0.0);
         assert_eq!(format!("{:.3}", read_only.judged()), "0.024");
     }
+
+    /// Neither the growth over `none` nor the charge has the arrays of shrinkers. Without them a ratio
+    /// that missed its goal met it, and all tests passed.
+    #[test]
+    fn the_arrays_of_shrinkers_are_judged() {
+        let rounds = [
+            round(Variant::CofolioRo, 101_000_000, 0),
+            round(Variant::CofolioRw, 140_000_000, 0),
+            round(Variant::Sparse, 108_000_000, 0),
+            round(Variant::Overlayfs, 148_000_000, 0),
+            round(Variant::SuperblockRw, 196_000_000, 0),
+            round(Variant::None, 100_000_000, 0),
+        ];
+        // On two nodes 32 MB for each superblock of 1,000 containers: of `superblock-rw` twice that.
+        let ratios = ratios(&rounds, 1000, 2);
+        let judged: Vec<_> = ratios.iter().map(|it| (it.of, it.to, it.judged())).collect();
+        let expected = [
+            (Variant::CofolioRw, Variant::Overlayfs, 72.0 / 80.0),
+            (Variant::CofolioRw, Variant::SuperblockRw, 72.0 / 160.0),
+            (Variant::Sparse, Variant::Overlayfs, 40.0 / 80.0),
+            (Variant::CofolioRo, Variant::Overlayfs, 1.0 / 80.0),
+        ];
+        assert_eq!(judged, expected);
+    }
 }
