@@ -258,6 +258,7 @@ fn of_mount(error: &MountError) -> Classified {
         (MountError::IdMap { .. }, _) => Some(Exit::Usage),
         (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
         (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
+        | (MountError::Replaced { .. }, _)
         | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
         (MountError::Target { .. } | MountError::WritableDir { .. }, _) => Some(Exit::Usage),
         (_, Code::NotFound) => Some(Exit::NotFound),
@@ -297,7 +298,7 @@ fn of_mount(error: &MountError) -> Classified {
         MountError::NoVerity { .. } => {
             "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has".into()
         }
-        MountError::PinnedWithoutVerity { .. } => {
+        MountError::PinnedWithoutVerity { .. } | MountError::Replaced { .. } => {
             "`cofolio mounts` says by whom; unmount the image everywhere first".into()
         }
         MountError::PackInvalid { .. } => {

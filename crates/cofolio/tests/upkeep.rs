@@ -341,6 +341,12 @@ fn repair_names_the_mounts_that_may_show_the_old() {
     let report = sandbox.run(&["fsck", "--repair", "--from", &source, "--json"]).json();
     assert_eq!(report["mounted_before"], json!([fs::canonicalize(&mnt).unwrap()]));
     assert_eq!(fs::read(&big).unwrap()[0], b'x');
+    // A mount that was called verified served the old bytes, since it was a clone of the other.
+    let verified = sandbox.dir("verified");
+    sandbox.run(&["mount", "--verify", "box:1", verified.to_str().unwrap()]).ok();
+    assert_eq!(fs::read(verified.join("big")).unwrap()[0], b'x');
+    assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'y');
+    sandbox.run(&["umount", verified.to_str().unwrap()]).ok();
     sandbox.run(&["umount", mnt.to_str().unwrap()]).ok();
     sandbox.run(&["mount", "box:1", mnt.to_str().unwrap()]).ok();
     assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'x');
