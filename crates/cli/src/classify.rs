@@ -69,6 +69,9 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
 /// For damage to the store's content.
 pub const DAMAGED: &str =
     "`cofolio fsck --repair --from SOURCE` restores it from where the image came";
+/// For a directory that every domain has.
+pub const MISSING_DIRECTORY: &str = "`cofolio fsck --repair` makes the directory again, and with \
+     --from SOURCE what was in it; lost names are not restored";
 /// For an image file, which may not be the store's.
 const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
@@ -133,7 +136,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         _ if by_hand.is_some() => by_hand.unwrap_or_default(),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
-        _ if lacks_directory => "`cofolio fsck --repair` makes the directory again",
+        _ if lacks_directory => MISSING_DIRECTORY,
         Error::NoSuch(_) | Error::SizeMismatch { .. } => DAMAGED,
         Error::Unreadable { .. } if cofolio_store::is_damage(error) => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {

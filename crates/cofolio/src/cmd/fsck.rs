@@ -96,7 +96,8 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         if finding.kind == FindingKind::DirectoryMissing && finding.path.ends_with("/refs") {
             context.ui.note(
                 "the names of images were lost: they are called `recovered-` and their digest now, \
-                 and `cofolio tag` gives others",
+                 and `cofolio tag` gives others. Their configuration (command, user, environment) \
+                 is lost too, and `gc` removes their layers: import or pull each image again",
             );
         }
     }

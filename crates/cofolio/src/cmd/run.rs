@@ -410,6 +410,13 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         writable_dirs: args.writable.clone(),
         ..args.process.options(&args.args, image)?
     };
+    let has_config = image.record.as_ref().is_some_and(|record| record.config.is_some());
+    if !has_config && image.shown().starts_with("recovered-") {
+        context.ui.note(
+            "the image has lost its configuration (command, user, environment), so it runs as root: \
+             import or pull it again",
+        );
+    }
     let config = image_config(image)?;
     if let Some(dir) =
         options.writable_dirs.iter().find(|dir| bundle::is_hidden(&config, &options, dir))
