@@ -285,6 +285,12 @@ fn of_mount(error: &MountError) -> Classified {
             format!("`umount -R {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
                 .into()
         }
+        // As in a run directory that somebody emptied: there is nothing to remove.
+        MountError::State { path, .. } if !path.exists() => {
+            "`cofolio mounts --reconcile` unmounts the image, once no mount that `cofolio mounts` lists \
+             with a record uses it: `cofolio umount` these first"
+                .into()
+        }
         MountError::State { path, .. } => {
             let path = path.display();
             format!("unmount what it is about with umount(8); after `rm {path}`, `cofolio mounts --reconcile` cleans up")
