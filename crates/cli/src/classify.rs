@@ -69,6 +69,9 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
 /// For damage to the store's content.
 pub const DAMAGED: &str =
     "`cofolio fsck --repair --from SOURCE` restores it from where the image came";
+/// For a directory that every domain has.
+pub const MISSING_DIRECTORY: &str = "`cofolio fsck --repair` makes the directory again, and with \
+     --from SOURCE what was in it; lost names are not restored";
 /// For an image file, which may not be the store's.
 const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
@@ -133,7 +136,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         _ if by_hand.is_some() => by_hand.unwrap_or_default(),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
-        _ if lacks_directory => "`cofolio fsck --repair` makes the directory again",
+        _ if lacks_directory => MISSING_DIRECTORY,
         Error::NoSuch(_) | Error::SizeMismatch { .. } => DAMAGED,
         Error::Unreadable { .. } if cofolio_store::is_damage(error) => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
@@ -258,6 +261,7 @@ fn of_mount(error: &MountError) -> Classified {
         (MountError::IdMap { .. }, _) => Some(Exit::Usage),
         (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
         (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
+        | (MountError::Replaced { .. }, _)
         | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
         (MountError::Target { .. } | MountError::WritableDir { .. }, _) => Some(Exit::Usage),
         (_, Code::NotFound) => Some(Exit::NotFound),
@@ -281,6 +285,12 @@ fn of_mount(error: &MountError) -> Classified {
             format!("`umount -R {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
                 .into()
         }
+        // As in a run directory that somebody emptied: there is nothing to remove.
+        MountError::State { path, .. } if !path.exists() => {
+            "`cofolio mounts --reconcile` unmounts the image, once no mount that `cofolio mounts` lists \
+             with a record uses it: `cofolio umount` these first"
+                .into()
+        }
         MountError::State { path, .. } => {
             let path = path.display();
             format!("unmount what it is about with umount(8); after `rm {path}`, `cofolio mounts --reconcile` cleans up")
@@ -297,7 +307,7 @@ fn of_mount(error: &MountError) -> Classified {
         MountError::NoVerity { .. } => {
             "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has".into()
         }
-        MountError::PinnedWithoutVerity { .. } => {
+        MountError::PinnedWithoutVerity { .. } | MountError::Replaced { .. } => {
             "`cofolio mounts` says by whom; unmount the image everywhere first".into()
         }
         MountError::PackInvalid { .. } => {

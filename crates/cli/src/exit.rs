@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use cofolio_store::with_causes;
 
 use crate::classify::{Classified, classify};
-pub use crate::classify::{DAMAGED, mending};
+pub use crate::classify::{DAMAGED, MISSING_DIRECTORY, mending};
 use crate::ui::Ui;
 
 /// Makes [`Exit`] and [`TABLE`].

@@ -399,6 +399,31 @@ fn writable_mounts_keep_their_changes_when_told_to() {
     assert_eq!(fs::metadata(sandbox.path("mnt/big")).unwrap().uid(), 100_000);
 }
 
+/// Somebody emptied the run directory while the image was mounted. The hint was to remove `pin.json`, which was
+/// the missing file, and did not name what to unmount.
+#[test]
+fn the_hint_for_an_emptied_run_directory_works() {
+    if !can_mount("the_hint_for_an_emptied_run_directory_works") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (old, new) = (sandbox.dir("old"), sandbox.dir("new"));
+    sandbox.run(&["mount", "box:1", old.to_str().unwrap()]).ok();
+    let run = sandbox.path("run");
+    let emptied = Command::new("find").arg(&run).args(["-xdev", "-type", "f", "-delete"]).status();
+    assert!(emptied.unwrap().success());
+    let verified = ["mount", "--verify", "box:1", new.to_str().unwrap()];
+    let refused = sandbox.run(&verified);
+    let said = &refused.fails_with(4).stderr;
+    assert!(said.contains("pin.json: it is missing"), "{said}");
+    assert!(said.contains("`cofolio mounts --reconcile`") && !said.contains("rm /"), "{said}");
+    sandbox.run(&["mounts", "--reconcile"]);
+    sandbox.run(&verified).ok();
+    rustix::mount::unmount(&old, rustix::mount::UnmountFlags::DETACH).unwrap();
+    sandbox.run(&["umount", new.to_str().unwrap()]).ok();
+}
+
 #[test]
 fn mount_verify_refuses_what_was_altered() {
     if !can_mount("mount_verify_refuses_what_was_altered") {

@@ -270,8 +270,15 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     let missing = sandbox.run(&["gc"]);
     assert!(missing.fails_with(4).stderr.contains("`cofolio fsck --repair`"), "{}", missing.stderr);
     fs::rename(domain.join("refs"), sandbox.path("refs")).unwrap();
+    // One said that it needs no source, the other that it needs one, which brings no name back.
+    for command in [&["images"][..], &["fsck", "--quick"]] {
+        let said = sandbox.run(command).fails_with(4).stderr.clone();
+        assert!(said.contains("`cofolio fsck --repair` makes the directory again"), "{said}");
+    }
     let repaired = sandbox.run(&["fsck", "--repair"]);
     assert!(repaired.stderr.contains("`cofolio tag`"), "{}", repaired.stderr);
+    // Nobody heard that the configuration was lost too, and such an image ran as root.
+    assert!(repaired.stderr.contains("import or pull each image again"), "{}", repaired.stderr);
     let images = sandbox.run(&["images", "--json"]).json();
     sandbox.run(&["gc"]).ok();
     assert_eq!(sandbox.run(&["images", "--json"]).json(), images);
@@ -341,6 +348,12 @@ fn repair_names_the_mounts_that_may_show_the_old() {
     let report = sandbox.run(&["fsck", "--repair", "--from", &source, "--json"]).json();
     assert_eq!(report["mounted_before"], json!([fs::canonicalize(&mnt).unwrap()]));
     assert_eq!(fs::read(&big).unwrap()[0], b'x');
+    // A mount that was called verified served the old bytes, since it was a clone of the other.
+    let verified = sandbox.dir("verified");
+    sandbox.run(&["mount", "--verify", "box:1", verified.to_str().unwrap()]).ok();
+    assert_eq!(fs::read(verified.join("big")).unwrap()[0], b'x');
+    assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'y');
+    sandbox.run(&["umount", verified.to_str().unwrap()]).ok();
     sandbox.run(&["umount", mnt.to_str().unwrap()]).ok();
     sandbox.run(&["mount", "box:1", mnt.to_str().unwrap()]).ok();
     assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'x');

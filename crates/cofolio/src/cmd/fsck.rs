@@ -22,11 +22,13 @@ const UNPROTECTED_MAX: usize = 3;
 /// With --repair, objects, images and layers that are missing, truncated or altered are brought back from
 /// a source that has the image: only layers that something is wrong with are read, only what is wrong is
 /// written, and all of it is checked before it takes the place. A mount that is there keeps the files that
-/// it has open or has looked up; it is listed, and sees the new ones once it is mounted again. Records of
-/// refs cannot be brought back: import the image again under its name. Unprotected content is verified,
-/// then protected (fs-verity, the immutable flag); that needs no source. Packs and segments that are
-/// damaged are removed: `pack` makes them again. Bases that are damaged are made again here. If a source
-/// fails, the next one is tried. The list and the exit code show the damage that is left.
+/// it has open or has looked up; it is listed. Later mounts of its image share these files, until all of
+/// them are unmounted; only with --verify a mount never serves an old file. Records of refs, with
+/// configuration and layers of their images, cannot be brought back: import the image again under its name.
+/// Unprotected content is verified, then protected (fs-verity, the immutable flag); that needs no source.
+/// Packs and segments that are damaged are removed: `pack` makes them again. Bases that are damaged are
+/// made again here. If a source fails, the next one is tried. The list and the exit code show the damage
+/// that is left.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json\n  \
     cofolio fsck --repair --from oci:layouts/redis:7.0.15")]
@@ -94,14 +96,15 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         if finding.kind == FindingKind::DirectoryMissing && finding.path.ends_with("/refs") {
             context.ui.note(
                 "the names of images were lost: they are called `recovered-` and their digest now, \
-                 and `cofolio tag` gives others",
+                 and `cofolio tag` gives others. Their configuration (command, user, environment) \
+                 is lost too, and `gc` removes their layers: import or pull each image again",
             );
         }
     }
     for target in &checked.mounts {
         context.ui.note(format!(
-            "{} was mounted before: files that it has open or has looked up stay as they were \
-             until it is unmounted and mounted again",
+            "{} was mounted before: files that it has open or has looked up stay as they were, \
+             also in later mounts of its image, until all of these are unmounted",
             target.display()
         ));
     }

@@ -43,7 +43,7 @@ pub(crate) mod warm;
 use std::collections::BTreeSet;
 
 use crate::context::Context;
-use crate::exit::{DAMAGED, Exit, mending};
+use crate::exit::{DAMAGED, Exit, MISSING_DIRECTORY, mending};
 use crate::ui::{Cell, Table, Tone};
 use cofolio_store::{Finding, FindingKind};
 
@@ -77,9 +77,8 @@ fn findings_table<'a>(findings: impl IntoIterator<Item = &'a Finding>) -> Table 
 fn note_mending(context: &Context<'_>, findings: &[Finding]) {
     let damage = findings.iter().filter(|finding| finding.kind.is_damage());
     let mends = damage.map(|finding| match finding.kind {
-        FindingKind::RefDangling | FindingKind::RootDangling | FindingKind::DirectoryMissing => {
-            DAMAGED
-        }
+        FindingKind::DirectoryMissing => MISSING_DIRECTORY,
+        FindingKind::RefDangling | FindingKind::RootDangling => DAMAGED,
         kind if kind.is_derived() => "`cofolio fsck --repair` removes it, or makes it again",
         _ => mending(&finding.path),
     });

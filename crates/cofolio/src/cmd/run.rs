@@ -401,6 +401,7 @@ fn runtime(args: &Args, context: &Context<'_>) -> anyhow::Result<Runtime> {
 fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
     let options = bundle::Options {
         terminal: args.tty,
+        terminal_size: args.tty.then(terminal_size).flatten(),
         host_network: args.network == Network::Host,
         binds: args.volume.iter().map(|text| bind(text)).collect::<anyhow::Result<_>>()?,
         idmap: args.userns.as_deref().map(str::parse).transpose()?,
@@ -409,6 +410,13 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         writable_dirs: args.writable.clone(),
         ..args.process.options(&args.args, image)?
     };
+    let has_config = image.record.as_ref().is_some_and(|record| record.config.is_some());
+    if !has_config && image.shown().starts_with("recovered-") {
+        context.ui.note(
+            "the image has lost its configuration (command, user, environment), so it runs as root: \
+             import or pull it again",
+        );
+    }
     let config = image_config(image)?;
     if let Some(dir) =
         options.writable_dirs.iter().find(|dir| bundle::is_hidden(&config, &options, dir))
@@ -481,6 +489,13 @@ fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<Receiver<
         }
     })?;
     Ok(held)
+}
+
+/// Rows and columns of the terminal that standard input is. crun takes them from the configuration
+/// only.
+fn terminal_size() -> Option<(u16, u16)> {
+    let size = rustix::termios::tcgetwinsize(std::io::stdin()).ok()?;
+    (size.ws_row > 0 && size.ws_col > 0).then_some((size.ws_row, size.ws_col))
 }
 
 /// From now on signals go to the runtime, which passes them on to the container, and so do those

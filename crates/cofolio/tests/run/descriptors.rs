@@ -44,6 +44,30 @@ fn a_terminal_is_one() {
     }
 }
 
+/// With crun the terminal of `run -it` had no rows and no columns, so editors and pagers drew nothing.
+#[test]
+fn a_terminal_has_the_size_of_the_callers() {
+    const TEST: &str = "a_terminal_has_the_size_of_the_callers";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let Some(script) = program("script") else { return skip(TEST, "script(1) is not installed") };
+    let with_terminal = |size: &str, command: &[&str]| {
+        let quoted: Vec<String> =
+            command.iter().map(|word| format!("'{}'", word.replace('\'', r"'\''"))).collect();
+        let cofolio = env!("CARGO_BIN_EXE_cofolio");
+        let line = format!("stty {size}; {cofolio} {}", quoted.join(" "));
+        let mut outer = Command::new(&script);
+        outer.args(["-qec", &line, "/dev/null"]);
+        outer.env("COFOLIO_STORE", machine.path("store")).env("COFOLIO_RUN", machine.path("run"));
+        run_with_input(outer, b"")
+    };
+    for runtime in runtimes {
+        let inside = "/bin/busybox stty size";
+        let ran = with_terminal("rows 30 cols 110", &machine.sh_args(runtime, &["-it"], inside));
+        assert!(ran.ok().contains("30 110"), "{runtime}: {}", ran.stdout);
+        machine.assert_clean();
+    }
+}
+
 /// crun changes the owner of its standard input, output and error to the container's user. These were the host's own
 /// files: `run --userns 0:100000:65536 IMG` left the host's /dev/null to user 100000, `run -i --user worker IMG
 /// </etc/passwd` would have left that to the worker, and inside root could change their modes.

@@ -315,6 +315,8 @@ fn process_file(config: &Path, command: &[String], terminal: bool) -> io::Result
     let Config { mut process } = serde_json::from_slice(&text)?;
     process.insert("args".to_owned(), command.into());
     process.insert("terminal".to_owned(), terminal.into());
+    // It was that of the caller of `run`. A runtime takes the size of its own terminal.
+    process.remove("consoleSize");
     let mut file =
         File::from(memfd_create("process", MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)?);
     serde_json::to_writer(&mut file, &process)?;

@@ -58,6 +58,17 @@ pub enum MountError {
     /// The image is mounted already, from a time when the store had no fs-verity.
     #[error("image {0} was mounted without fs-verity, and that mount is still in use")]
     PinnedWithoutVerity(Digest),
+    /// A file of the image that is mounted was replaced since.
+    #[error(
+        "image {image} cannot be checked: it is mounted from a file that was replaced since, and \
+         its mounts and the images over it ({users}) serve the old one until all are unmounted"
+    )]
+    Replaced {
+        /// The image.
+        image: Digest,
+        /// How many mounts, and images over it, use the old file.
+        users: usize,
+    },
     /// The image or an object of it is not what it should be.
     #[error("image {image} is damaged: {reason}")]
     Damaged {
@@ -234,6 +245,7 @@ impl MountError {
             Self::Busy { .. } | Self::UpperInUse { .. } => Code::Busy,
             Self::NoDirectory
             | Self::PinnedWithoutVerity { .. }
+            | Self::Replaced { .. }
             | Self::Covered { .. }
             | Self::CannotKeep { .. }
             | Self::ReadOnlyStore(_)

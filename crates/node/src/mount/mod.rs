@@ -332,6 +332,7 @@ impl<'a> Mounter<'a> {
         if check == Check::RequireVerity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity(image));
         }
+        self.check_not_replaced(&image, &pin, check)?;
         (record.backend, record.verity) = (pin.backend, pin.verity);
         record.own = pin.dir.ends_with(pin::OWN);
         let (mount, changes) = self.detached(record, &pin, claim)?;
@@ -417,7 +418,8 @@ impl<'a> Mounter<'a> {
         })
     }
 
-    /// A clone of what all read-only mounts of the image with these options show.
+    /// A clone of what all read-only mounts of the image with these options show; if it was verified
+    /// without fs-verity, of an overlay of its own.
     fn read_only(
         &self,
         record: &MountRecord,
@@ -434,7 +436,7 @@ impl<'a> Mounter<'a> {
             let namespace = namespace.as_ref().map(OwnedFd::as_fd);
             return clone_mount(&pin.layers[0], Path::new(""), flags, namespace).map_err(failed);
         }
-        let view = self.view(&record.image, pin, idmap, label)?;
+        let view = self.view(record, pin)?;
         clone_mount(&view, Path::new(""), flags, None).map_err(failed)
     }
 

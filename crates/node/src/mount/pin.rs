@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use crate::settings::{Backend, DomainSettings as _};
-use cofolio_store::{Digest, Purpose, Root, RootKind, replace_file};
+use cofolio_store::{Digest, Purpose, Root, RootKind, StoredFile, replace_file};
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
@@ -22,7 +22,7 @@ use super::reconcile::Kernel;
 use super::state::{
     ImageLock, MountRecord, PinRecord, find_name, list, read_json, remove_file, to_json,
 };
-use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
+use super::{Backing, Check, MountOptions, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -119,6 +119,7 @@ impl Mounter<'_> {
                     verity: packed.verity,
                     objects_checked: 0,
                     image_bytes: packed.file.size().at("look at", &dir)?,
+                    files: packed.numbers()?,
                     created: cofolio_store::now(),
                 };
                 (mount, record)
@@ -171,6 +172,30 @@ impl Mounter<'_> {
         Ok(Pinned { dir, layers, backend, verity })
     }
 
+    /// Fails if the mounted files are no longer those of the store, which were checked: a repair, for
+    /// one, has replaced them, and all mounts of the image serve the old ones.
+    pub(super) fn check_not_replaced(
+        &self,
+        image: &Digest,
+        pin: &Pinned,
+        check: Check,
+    ) -> Result<(), MountError> {
+        let stored = match pin.backend {
+            _ if check == Check::None => return Ok(()),
+            Backend::Overlay => vec![file_numbers(&self.domain.open_image(image)?)?],
+            Backend::InodeShare if check == Check::Verify => self.open_pack(image)?.numbers()?,
+            // Nothing is said of the pack.
+            Backend::InodeShare => return Ok(()),
+        };
+        let record: Option<PinRecord> = read_json(&pin.dir.join("pin.json"))?;
+        if record.is_some_and(|record| record.files == stored) {
+            return Ok(());
+        }
+        let users = list(&self.run.image_dir(self.domain.name(), image).join("users"))?;
+        // The mount that is being made is one of them.
+        Err(MountError::Replaced { image: *image, users: users.len().saturating_sub(1) })
+    }
+
     /// Keeps the image in the store while the superblock of a mount exists.
     fn keep_for_superblock(
         &self,
@@ -216,20 +241,21 @@ impl Mounter<'_> {
             verity,
             objects_checked,
             image_bytes: file.size().at("look at", file.path())?,
+            files: vec![file_numbers(&file)?],
             created: cofolio_store::now(),
         };
         Ok((mount, record))
     }
 
-    /// Directory of the read-only overlay with this id map and label, mounted if missing.
-    pub(crate) fn view(
-        &self,
-        image: &Digest,
-        pin: &Pinned,
-        idmap: Option<&IdMap>,
-        label: Option<&str>,
-    ) -> Result<OwnedFd, MountError> {
-        let at = pin.dir.join("views").join(view_key(idmap, label));
+    /// The read-only overlay that a mount is to show, mounted if missing.
+    pub(super) fn view(&self, record: &MountRecord, pin: &Pinned) -> Result<OwnedFd, MountError> {
+        let (image, options) = (&record.image, &record.options);
+        let (idmap, label) = (options.idmap.as_ref(), options.label.as_deref());
+        let at = pin.dir.join("views").join(view_key(record));
+        if has_own_view(record) {
+            // An earlier mount with the same target may have left its own.
+            take_down(&at)?;
+        }
         fs::create_dir_all(&at).at("create", &at)?;
         if let Some(root) = mounted_root(&at, OVERLAY_MAGIC)? {
             return Ok(root);
@@ -259,9 +285,7 @@ impl Mounter<'_> {
             let used: HashSet<String> = records
                 .iter()
                 .filter(|record| record.image == *image && record.domain == domain)
-                .map(|MountRecord { options, .. }| {
-                    view_key(options.idmap.as_ref(), options.label.as_deref())
-                })
+                .map(view_key)
                 .collect();
             // Numbers of mounts grow.
             let age =
@@ -537,13 +561,30 @@ impl Mounter<'_> {
 }
 
 /// Overlays that differ in nothing visible are one.
-fn view_key(idmap: Option<&IdMap>, label: Option<&str>) -> String {
-    if idmap.is_none() && label.is_none() {
-        return "plain".to_owned();
-    }
-    let idmap = idmap.map(ToString::to_string).unwrap_or_default();
-    let text = format!("{idmap}\0{}", label.unwrap_or_default());
-    const_hex::encode(&Sha256::digest(text.as_bytes())[..16])
+fn view_key(record: &MountRecord) -> String {
+    let MountOptions { idmap, label, .. } = &record.options;
+    let key = if idmap.is_none() && label.is_none() {
+        "plain".to_owned()
+    } else {
+        let idmap = idmap.as_ref().map(ToString::to_string).unwrap_or_default();
+        let text = format!("{idmap}\0{}", label.as_deref().unwrap_or_default());
+        const_hex::encode(&Sha256::digest(text.as_bytes())[..16])
+    };
+    if has_own_view(record) { format!("{key}-{}", record.id) } else { key }
+}
+
+/// Whether a mount shares its overlay with no other. An overlay keeps the inode of each object that
+/// it has looked up. If a repair has replaced an altered object since, a shared overlay still serves
+/// the altered bytes, but the new object was hashed. fs-verity refuses altered bytes.
+fn has_own_view(record: &MountRecord) -> bool {
+    record.verified && !record.verity && record.backend == Backend::Overlay
+}
+
+/// Device and inode number.
+pub(super) fn file_numbers(file: &StoredFile) -> Result<(u64, u64), MountError> {
+    let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
+    let stat = rustix::fs::fstat(descriptor).at("look at", file.path())?;
+    Ok((stat.st_dev, stat.st_ino))
 }
 
 /// The root of a mount of this kind at `path`, if there is one on top.

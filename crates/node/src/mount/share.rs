@@ -17,6 +17,7 @@ use super::check::{check_digest, measured};
 use super::error::{At as _, MountError, refused};
 use super::kernel::PackOptions;
 use super::mountinfo;
+use super::pin::file_numbers;
 use super::{Mounter, kernel};
 
 /// A pack with all that it needs, checked.
@@ -26,6 +27,13 @@ pub(super) struct Packed {
     secret: Secret,
     /// The kernel checks every read.
     pub(super) verity: bool,
+}
+
+impl Packed {
+    /// Device and inode number of the pack and of each segment.
+    pub(super) fn numbers(&self) -> Result<Vec<(u64, u64)>, MountError> {
+        std::iter::once(&self.file).chain(&self.segments).map(file_numbers).collect()
+    }
 }
 
 impl Mounter<'_> {

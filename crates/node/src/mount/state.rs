@@ -200,6 +200,10 @@ pub struct PinRecord {
     pub objects_checked: u64,
     /// Size of the metadata image in bytes.
     pub image_bytes: u64,
+    /// Device and inode number of each file that is mounted: the metadata image, or the pack and
+    /// its segments. While it is mounted, no other file gets these numbers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<(u64, u64)>,
     /// When it was pinned, in seconds since 1970.
     pub created: i64,
 }

@@ -211,6 +211,8 @@ pub struct Options {
     pub hostname: Option<String>,
     /// Give the process a terminal.
     pub terminal: bool,
+    /// Rows and columns of that terminal when the process starts.
+    pub terminal_size: Option<(u16, u16)>,
     /// Share the host's network instead of an empty network namespace.
     pub host_network: bool,
     /// The root is read-only: scratch directories and volumes get mounts of their own.
@@ -386,7 +388,7 @@ fn make(
         linux["gidMappings"] = json!(ranges(idmap.gids()));
     }
 
-    Ok(json!({
+    let mut config = json!({
         "ociVersion": "1.0.2",
         "process": {
             "terminal": options.terminal,
@@ -406,7 +408,11 @@ fn make(
         "mounts": mounts,
         "annotations": annotations(image, options),
         "linux": linux,
-    }))
+    });
+    if let Some((height, width)) = options.terminal_size {
+        config["process"]["consoleSize"] = json!({"height": height, "width": width});
+    }
+    Ok(config)
 }
 
 fn resources(options: &Options) -> Value {
