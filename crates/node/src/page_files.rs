@@ -13,15 +13,15 @@ use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use cofolio_erofs::read::{ReadError, Walked};
 use cofolio_image::compose::named_objects::open_image;
 use cofolio_image::pack::ImageContents;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Domain, Error, FileKind, FileName, StoredFile};
-use cofolio_sys::cache::{FileMap, cachestat, page_size};
-use rustix::fs::{Advice, Dir, Mode, OFlags, fadvise};
+use cofolio_sys::cache::{self, FileMap, cachestat, page_size};
+use rustix::fs::{Advice, Dir, OFlags, fadvise};
 
 use crate::cache::leave_cache;
 use crate::ledger::LedgerError;
@@ -118,7 +118,7 @@ impl<'d> PageFiles<'d> {
             None => self.domain.object_path(object),
         };
         let path = path.unwrap_or_else(|| PathBuf::from(object.to_string()));
-        open_page_file(&path).map_err(|error| match error.kind() {
+        cache::open(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound if self.paths.is_none() => {
                 Error::NoSuch(FileName::content(FileKind::Object, object)).into()
             }
@@ -159,13 +159,6 @@ impl<'d> PageFiles<'d> {
         };
         counted.map_err(LedgerError::io(object.to_string()))
     }
-}
-
-/// Opens a file whose pages are looked at. A FIFO that somebody put there must not hang us, and has no
-/// pages.
-pub(crate) fn open_page_file(path: &Path) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
 /// Has the kernel read a part of a file.

@@ -11,10 +11,11 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, AsRawFd},
+    path::Path,
     ptr,
 };
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::pagemap;
@@ -95,6 +96,16 @@ pub fn resident_pages(file: impl AsFd, size: u64) -> io::Result<u64> {
         }
         counted => Ok(counted?.cached),
     }
+}
+
+/// Opens a file whose pages are to be looked at. A FIFO that somebody put there does not hang the
+/// caller, and has no pages.
+///
+/// # Errors
+/// Those of open(2).
+pub fn open(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
 /// A whole file mapped shared and read-only.

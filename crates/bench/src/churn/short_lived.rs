@@ -157,8 +157,8 @@ impl ShortLived {
     fn goals(&self) -> Goals {
         let left = |it: &Left| it.dying_left as f64;
         let warmed = || self.left.iter().filter(|it| it.warmed != Warmed::Never);
-        let is_judged =
-            warmed().all(|it| it.containers >= DYING_CONTAINERS || left(it) > DYING_MAX);
+        let is_judged = warmed().all(|it| it.containers >= DYING_CONTAINERS)
+            || warmed().any(|it| left(it) > DYING_MAX);
         let goals = Goals::new(format!("{DYING_CONTAINERS} containers"), is_judged);
         warmed().fold(goals, |goals, it| {
             let what = format!("dying cgroups that containers left: {}", it.how());

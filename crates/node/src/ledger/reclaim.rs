@@ -34,7 +34,6 @@ use super::unused::{OtherUser, UsesSince};
 use super::usage::{CgroupId, ObjectId, Usage};
 use super::{Budget, LedgerError, Result, UsedImage};
 use crate::address_space::is_unanswered;
-use crate::page_files::open_page_file;
 use crate::processes;
 
 /// Whose objects are dropped.
@@ -325,7 +324,7 @@ impl Reclaim<'_> {
         let domain = self.state.index.domains().get(object.domain as usize).ok_or_else(missing)?;
         let page_file = self.state.page_files.get(&id);
         let path = page_file.cloned().or_else(|| domain.domain.object_path(&object.digest));
-        let file = open_page_file(&path.ok_or_else(missing)?)?;
+        let file = cache::open(&path.ok_or_else(missing)?)?;
         let pages = || match page_file {
             Some(_) => FileMap::new(&file, object.size)?.resident_pages(),
             None => cache::resident_pages(&file, object.size),

@@ -20,7 +20,6 @@ use super::state::State;
 use super::usage::ObjectId;
 use crate::cgroup::COMMONS;
 use crate::mount::open_dir;
-use crate::page_files::open_page_file;
 
 /// Directories of objects that are open at one time: there can be more trust domains than
 /// descriptors.
@@ -123,10 +122,10 @@ impl ResidencyLooks {
         let page_file = state.page_files.get(&id);
         let Some(object) = state.index.object(id) else { return };
         let file = match (page_file, directory) {
-            (Some(path), _) => open_page_file(path),
+            (Some(path), _) => cache::open(path),
             (None, Err(error)) => Err((*error).into()),
             (None, Ok(directory)) => {
-                // As `open_page_file`, but relative to the directory: that takes half the time.
+                // As `cache::open`, but relative to the directory: that takes half the time.
                 let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
                 let opened = openat(directory, object.digest.object_path(), flags, Mode::empty());
                 opened.map(File::from).map_err(Into::into)
