@@ -484,7 +484,8 @@ fn is_ending(stat: &str) -> bool {
 /// The path of a memory cgroup in what `/proc/PID/cgroup` says: `11:memory:/user.slice` of version 1,
 /// `0::/user.slice` of version 2.
 pub(crate) fn path_in(text: &str, version: Version) -> Option<&str> {
-    text.lines().find_map(|line| {
+    // A name may end in CR, which `lines` would take off.
+    text.split('\n').find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
         let is_ours = match version {
             Version::V1 => controllers.split(',').any(|controller| controller == "memory"),
@@ -616,6 +617,8 @@ mod tests {
         assert_eq!(path_in(v1, Version::V1), Some("/cofolio/x-1"));
         assert_eq!(path_in(v1, Version::V2), Some("/b"));
         assert_eq!(path_in("0::/c\n", Version::V1), None);
+        // Such a container was taken for the one without CR: a reclaim of one dropped what both use.
+        assert_eq!(path_in("0::/c\r\n", Version::V2), Some("/c\r"));
     }
 
     fn plant(files: &[(&str, &str)]) -> tempfile::TempDir {

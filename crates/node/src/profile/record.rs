@@ -90,13 +90,14 @@ fn record_new(
     // It stays open: when this process is killed, the container ends with it.
     let (held, theirs) = UnixStream::pair().map_err(ProfileError::Process)?;
     let answer = held.try_clone().map_err(ProfileError::Process)?;
+    // The answer may be larger than what the socket holds.
+    let answer = std::thread::Builder::new().spawn(move || io::read_to_string(answer));
+    let answer = answer.map_err(ProfileError::Process)?;
     // It outlives our process group if that is killed, and ends the container.
     let child = start.process_group(0).stdin(OwnedFd::from(theirs)).spawn();
     let mut child = child.map_err(ProfileError::Process)?;
     // Its copy of the other end keeps that open.
     drop(start);
-    // The answer may be larger than what the socket holds.
-    let answer = std::thread::spawn(move || io::read_to_string(answer));
     let recorded = (|| {
         wait_for_mount(&mut child, mounter, name, task)?;
         // Its superblock is there, and it cannot open a file yet.
