@@ -421,8 +421,8 @@ mod tests {
         assert!(question.is_abandoned());
     }
 
-    /// Whoever can connect to a TCP address waits once answers have taken their share, and nobody waits for
-    /// him. With a share of a whole processor no test failed.
+    /// Clients at a TCP address wait once answers to them have taken their share, and nobody waits for
+    /// them. With a share of a whole processor no test failed.
     #[test]
     fn answers_to_anybody_have_a_share_of_their_own() {
         let scratch = tempfile::tempdir().unwrap();
