@@ -3,7 +3,8 @@
 // two sizes, so that a slow machine does not fail.
 
 /// Runs `work` with `count` / 8 and with `count`. Panics if the second takes more than 24 times as
-/// long: 8 times is linear, 64 times is quadratic.
+/// long: 8 times is linear, 64 times is quadratic. A virtual machine that is held up counts that as
+/// processor time (once 63 ms after 2.6 ms), so all of three tries have to say so.
 pub(crate) fn assert_linear(count: usize, mut work: impl FnMut(usize)) {
     let mut measure = |count: usize| {
         let before = on_processor();
@@ -12,8 +13,9 @@ pub(crate) fn assert_linear(count: usize, mut work: impl FnMut(usize)) {
     };
     // The first run also pays for what is set up once, such as memory from the kernel.
     measure(count / 8);
-    let (few, many) = (measure(count / 8), measure(count));
-    assert!(many < few * 24, "{few:?} for {}, {many:?} for {count}", count / 8);
+    let tried = [(); 3].map(|()| (measure(count / 8), measure(count)));
+    let is_linear = tried.iter().any(|(few, many)| *many < *few * 24);
+    assert!(is_linear, "{tried:?} for {} and {count}", count / 8);
 }
 
 /// Processor time of this thread so far.
