@@ -5,6 +5,7 @@ mod measured;
 mod refusals;
 mod sparse;
 mod upper;
+mod verified;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
