@@ -47,7 +47,7 @@ fn mounted_beside_a_cgroup(test: &str) -> Option<(Cgroup, Sandbox, String, PathB
     Some((group, sandbox, target, big))
 }
 
-/// A daemon that has taken up the mounts. The file was brought into memory after that: whatever was there
+/// A daemon that has taken up the mounts. The file was brought into memory after that: pages that were there
 /// before may have users that nobody has seen.
 fn started(sandbox: &Sandbox, args: &[&str], big: &Path) -> Daemon {
     cache::forget(big);

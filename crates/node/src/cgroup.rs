@@ -451,16 +451,17 @@ pub(crate) fn is_at_or_below(path: &str, top: &str) -> bool {
 /// counts as the one above it. Fails for a process that has ended: in version 1, the kernel says of
 /// a zombie that it is in `/`, and of a main thread that has ended before the others.
 pub(crate) fn of_process(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
-    let directory = processes::directory(root, pid);
-    let text = kernel_text::read(&directory.join("cgroup"))?;
-    let path = path_in(&text, version).map(|path| up_to_odd_name(path).to_owned());
+    let path_of = |pid| -> io::Result<Option<String>> {
+        let text = kernel_text::read(&processes::directory(root, pid).join("cgroup"))?;
+        Ok(path_in(&text, version).map(|path| up_to_odd_name(path).to_owned()))
+    };
+    let path = path_of(pid)?;
+    let stat = processes::directory(root, pid).join("stat");
     if version == Version::V1
         && path.as_deref() == Some("/")
-        && is_ending(&kernel_text::read(&directory.join("stat"))?)
+        && is_ending(&kernel_text::read(&stat)?)
     {
-        let thread = processes::other_thread(root, pid).ok_or(io::ErrorKind::NotFound)?;
-        let text = kernel_text::read(&processes::directory(root, thread).join("cgroup"))?;
-        return Ok(path_in(&text, version).map(|path| up_to_odd_name(path).to_owned()));
+        return path_of(processes::other_thread(root, pid).ok_or(io::ErrorKind::NotFound)?);
     }
     Ok(path)
 }

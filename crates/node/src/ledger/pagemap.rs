@@ -34,8 +34,9 @@ pub(super) fn entries(process: &Path, step: Range<u64>) -> io::Result<Vec<(u64, 
 }
 
 /// Takes a file's pages out of the memory of a process that maps it there, as far as they are the
-/// file's. Before Linux 6.9 not if the process's main thread has ended. A process may end, or unmap the file, meanwhile. If another one has its number or its
-/// addresses now, that one only has to read pages again.
+/// file's. Before Linux 6.9 not if the process's main thread has ended. A process may end, or unmap the
+/// file, meanwhile. If another one has its number or its addresses now, that one only has to read pages
+/// again.
 pub(super) fn page_out(process: &Path, pid: u32, addresses: Range<u64>) -> io::Result<()> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
     for step in steps(addresses) {

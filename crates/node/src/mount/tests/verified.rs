@@ -3,18 +3,24 @@
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
 
+fn without_verity(test: &str) -> Option<Fixture> {
+    let fixture = Fixture::new();
+    if fixture.domain.protection().verity {
+        eprintln!("SKIP {test}: the kernel protects objects here");
+        return None;
+    }
+    Some(fixture)
+}
+
 /// A repair replaced an altered object while the image was mounted. `mount --verify` hashed the new
 /// object and called the mount verified, but the mount shared the overlay of the old one, and served
 /// the altered bytes.
 #[test]
 fn a_verified_mount_serves_the_bytes_that_were_hashed() {
-    const TEST: &str = "a_verified_mount_serves_the_bytes_that_were_hashed";
     needs_mounts!();
-    let fixture = Fixture::new();
-    if fixture.domain.protection().verity {
-        eprintln!("SKIP {TEST}: the kernel protects objects here");
+    let Some(fixture) = without_verity("a_verified_mount_serves_the_bytes_that_were_hashed") else {
         return;
-    }
+    };
     let mounter = fixture.mounter();
     let path = fixture.object_path(0);
     let sound = fs::read(&path).unwrap();
@@ -61,13 +67,10 @@ fn a_verified_mount_serves_the_bytes_that_were_hashed() {
 /// shared the old file, which nobody had looked at again.
 #[test]
 fn a_measured_mount_shares_no_file_that_was_replaced() {
-    const TEST: &str = "a_measured_mount_shares_no_file_that_was_replaced";
     needs_mounts!();
-    let fixture = Fixture::new();
-    if fixture.domain.protection().verity {
-        eprintln!("SKIP {TEST}: the kernel protects objects here");
+    let Some(fixture) = without_verity("a_measured_mount_shares_no_file_that_was_replaced") else {
         return;
-    }
+    };
     let mounter = fixture.mounter();
     let old = read_only(&fixture, "old");
     mounter.mount(&old).unwrap();
