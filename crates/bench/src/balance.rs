@@ -35,7 +35,7 @@ use crate::measure::{OwnFiles, SETTLE_MAX, cold_start, delta, read_memory, wait_
 use crate::memory::Memory;
 use crate::place::{Place, PlaceArgs};
 use crate::report;
-use crate::residency;
+use crate::residency::{self, Residency, pages_of};
 use crate::share;
 
 /// Of the cgroup's name.
@@ -44,8 +44,8 @@ const CGROUP_PREFIX: &str = "cofolio-balance-";
 /// The machine's page cache, item by item
 ///
 /// Mounts each image read-only and writable. From a cold start, readers go through all files of each
-/// mount, by read(2) and by mmap(2), and writers change and add files of the writable ones. Then they do
-/// the same again and again, with the same files and the same bytes. Meanwhile the growth of the machine's
+/// mount, by read(2) and by mmap(2), some of them to their half, and writers change and add files of the
+/// writable ones. Then they do the same again and again, with the same files and the same bytes. Meanwhile the growth of the machine's
 /// page cache is compared with the sum of its items. Needs root, and drops the page cache of the whole
 /// machine.
 #[derive(Debug, clap::Args)]
@@ -82,6 +82,8 @@ struct Balance {
     objects: i64,
     /// The same objects, by mincore(2).
     objects_mincore: i64,
+    /// The same objects, if they were resident as a whole.
+    objects_whole: i64,
     /// Metadata images, by the ledger.
     metadata: i64,
     /// Directories of the EROFS mounts, by cachestat(2).
@@ -150,6 +152,7 @@ fn table(it: &Balance) -> String {
         ("unexplained", it.rest, "the growth less all items"),
         ("not in the daemon's report", it.not_reported(), "less the items that its report has"),
         ("objects by mincore", it.objects_mincore, "mincore"),
+        ("objects as a whole", it.objects_whole, "their sizes, in pages"),
     ] {
         text += &format!("| {name} | {:.2} | {source} |\n", bytes as f64 / f64::from(1 << 20));
     }
@@ -248,9 +251,10 @@ fn under_load(
     balance
 }
 
-/// Reads each file of a mount, every second one through a mapping. Of a writable mount it changes files and
-/// adds one. A second pass reads and writes the same again: nothing new becomes resident, because the
-/// items are looked at one after the other and could not be compared.
+/// Reads each file of a mount. Files with an even number of pages are read through a mapping, and of
+/// the other ones the first half, so that not all that is resident is as large as its file. Of a
+/// writable mount it changes files and adds one. A second pass reads and writes the same again: nothing
+/// new becomes resident, because the items are looked at one after the other and could not be compared.
 fn go_through(record: &MountRecord) -> Result<()> {
     let mut files = Vec::new();
     each_file(&record.target, &mut |path, is_dir| {
@@ -260,16 +264,20 @@ fn go_through(record: &MountRecord) -> Result<()> {
         Ok(())
     })?;
     let mut buffer = vec![0; 64 << 10];
-    for (number, path) in files.iter().enumerate() {
+    for path in &files {
         let at = || format!("cannot read {}", path.display());
-        let mut file = File::options()
+        let file = File::options()
             .read(true)
             .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
             .open(path)
             .with_context(at)?;
         let size = file.metadata()?.len();
-        if number.is_multiple_of(2) {
-            while file.read(&mut buffer).with_context(at)? > 0 {}
+        let pages = pages_of(size);
+        if !pages.is_multiple_of(2) {
+            // Without read-ahead.
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).with_context(at)?;
+            let mut half = file.take(pages.div_ceil(2) * page_size());
+            while half.read(&mut buffer).with_context(at)? > 0 {}
         } else {
             let map = FileMap::new(&file, size).with_context(at)?;
             for offset in (0..size).step_by(usize::try_from(page_size())?) {
@@ -326,7 +334,10 @@ fn take(
             Ok(())
         })?;
     }
-    let objects_mincore = resident_objects(domain, images)?;
+    let Residency { pages, resident } = resident_objects(domain, images)?;
+    // A ledger that took their sizes for what is resident would be right otherwise.
+    ensure!(resident * 10 <= pages * 9, "{resident} of {pages} pages of the objects are resident");
+    let [objects_mincore, objects_whole] = [resident, pages].map(|it| delta(0, it * page_size()));
     let after = read_memory()?;
     // What one item had when it was looked at, another one has not any more.
     ensure!(after.cache_drops == before.cache_drops, "another program dropped caches meanwhile");
@@ -339,6 +350,7 @@ fn take(
         growth,
         objects,
         objects_mincore,
+        objects_whole,
         metadata,
         directories,
         uppers,
@@ -348,8 +360,8 @@ fn take(
     })
 }
 
-/// Bytes of all objects of the images that are resident, by mincore.
-fn resident_objects(domain: &Domain, images: &[Digest]) -> Result<i64> {
+/// Pages of all objects of the images, by mincore.
+fn resident_objects(domain: &Domain, images: &[Digest]) -> Result<Residency> {
     let mut objects = BTreeSet::new();
     for image in images {
         let file = domain.open_image(image)?;
@@ -358,12 +370,14 @@ fn resident_objects(domain: &Domain, images: &[Digest]) -> Result<i64> {
             .names(FileKind::Image, &file, visit)
             .map_err(|source| Error::Unreadable { what: format!("image {image}"), source })?;
     }
-    let mut pages = 0;
+    let mut all = Residency::default();
     for object in objects {
         let path = domain.object_path(&object).context("the store has no directory")?;
-        pages += residency::mincore(&path)?.resident;
+        let Residency { pages, resident } = residency::mincore(&path)?;
+        all.pages += pages;
+        all.resident += resident;
     }
-    Ok(delta(0, pages * page_size()))
+    Ok(all)
 }
 
 /// Bytes of a file or directory in the page cache.

@@ -24,6 +24,7 @@ use cofolio_node::profile::ProfileError;
 use cofolio_node::upkeep::UpkeepError;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{ErrorKind, StoreFile};
+use rustix::io::Errno;
 
 use crate::exit::{Exit, Fail};
 
@@ -266,6 +267,7 @@ fn of_mount(error: &MountError) -> Classified {
         (MountError::Target { .. } | MountError::WritableDir { .. }, _) => Some(Exit::Usage),
         (_, Code::NotFound) => Some(Exit::NotFound),
         (_, Code::Corrupt) => Some(Exit::Corrupt),
+        (MountError::Kernel(error), _) if error.errno == Errno::NOSPC => Some(Exit::NoSpace),
         (_, Code::Io) => None,
         (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
     };
@@ -319,6 +321,10 @@ fn of_mount(error: &MountError) -> Classified {
             "`cofolio mounts` lists kept changes; a directory of your own (--upper) is yours to remove".into()
         }
         MountError::IdMap { .. } => "INSIDE:OUTSIDE:COUNT, as 0:100000:65536".into(),
+        MountError::Kernel(error) if error.errno == Errno::NOSPC => {
+            "a mount namespace has at most `sysctl fs.mount-max` mounts; a writable mount needs free space and inodes where its changes are"
+                .into()
+        }
         error if error.code() == Code::Corrupt => DAMAGED.into(),
         _ => return (exit, None),
     };

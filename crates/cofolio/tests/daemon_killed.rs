@@ -375,7 +375,7 @@ fn nothing_left(sandbox: &Sandbox) {
     runs.retain(|name| name != "cofolio.sock.lock");
     assert_eq!(runs.len(), 1, "one store, and no socket: {runs:?}");
     let run = sandbox.path("run").join(&runs[0]);
-    for dir in ["mounts", "containers", "images/default"] {
+    for dir in ["mounts", "aside", "attached", "containers", "images/default"] {
         assert_eq!(entries(&run.join(dir)), [""; 0], "{dir}");
     }
     let again = sandbox.run(&["gc", "--dry-run", "--json"]);

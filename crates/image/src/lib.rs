@@ -29,6 +29,6 @@ pub mod registry;
 pub mod sharing;
 pub mod source;
 mod stored;
-mod threads;
+pub mod threads;
 pub mod tree_scan;
 pub mod trust;

@@ -17,7 +17,10 @@ pub(crate) fn spawn<'scope, T: Send + 'scope>(
 }
 
 /// Starts `count` threads that do the same work, or fewer if the machine gives no more.
-pub(crate) fn spawn_up_to<'scope, T: Send + 'scope, W: FnOnce() -> T + Send + 'scope>(
+///
+/// # Errors
+/// [`NoThread`] if it gives none.
+pub fn spawn_up_to<'scope, T: Send + 'scope, W: FnOnce() -> T + Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     count: usize,
     mut work: impl FnMut() -> W,

@@ -10,12 +10,12 @@ use std::path::PathBuf;
 
 use cofolio_store::task::Cancelled;
 
+use crate::threads::NoThread;
+
 pub use engine::EngineError;
 pub use registry::RegistryError;
 pub(crate) use registry::quoted;
 pub use trust::TrustError;
-
-pub use crate::threads::NoThread;
 
 /// Why an import failed. The store is as it was before, whichever it is.
 #[derive(Debug, thiserror::Error)]

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use cofolio_store::Digest;
 use cofolio_store::task::Cancelled;
 
-use crate::error::{NoThread, RegistryError};
+use crate::error::RegistryError;
+use crate::threads::NoThread;
 
 /// Why an image could not be given out. Nothing half-written is left at the destination.
 #[derive(Debug, thiserror::Error)]

@@ -292,7 +292,7 @@ mod tests {
         ledger.state.root = Path::new("/").to_owned();
         ledger.events.watch_mounts(&ledger.state);
         assert_eq!(ledger.report().unwrap().warnings, [""; 0], "there is no mount yet");
-        fs::create_dir(root.path().join("run")).unwrap();
+        fs::create_dir_all(root.path().join("run/attached")).unwrap();
         let records = root.path().join("run/mounts");
         fs::write(&records, "").unwrap();
         ledger.events.watch_mounts(&ledger.state);

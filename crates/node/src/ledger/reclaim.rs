@@ -502,7 +502,7 @@ mod tests {
             return eprintln!("SKIP {test}: {reason}");
         }
         let record = root.path().join("run/mounts/any.json");
-        let aside = root.path().join("aside");
+        let aside = root.path().join("run/attached/any.7f");
         let event = || {
             fs::write(&aside, "").unwrap();
             fs::rename(&aside, &record).unwrap();

@@ -3,6 +3,9 @@
 //! ```text
 //! <run>/                          /run/cofolio/<store-id>, mode 0711
 //!   mounts/<id>.json              one record per mount, written before and after each step
+//!   aside/<id>.<stripe>           a record that is being written, and then goes to mounts/
+//!   attached/<id>.<stripe>        likewise, and says that its mount is in place: the ledger watches
+//!                                 what leaves here, and is woken once for each mount
 //!   images/<domain>/<digest>/     one pinned image
 //!     pin.json                    how it was mounted, what was checked
 //!     erofs/                      its one EROFS superblock is mounted here
@@ -51,6 +54,10 @@ pub struct RunDir {
     /// What ends the waiting for locks.
     waiting: Cancel,
 }
+
+/// Where records are written that say that their mount is in place, and where all others.
+pub(crate) const ATTACHED: &str = "attached";
+const ASIDE: &str = "aside";
 
 /// How far a mount has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -296,7 +303,7 @@ impl RunDir {
     }
 
     /// Directories in it that are not a runtime's.
-    pub(crate) const OWN: [&str; 4] = ["mounts", "images", "locks", "containers"];
+    pub(crate) const OWN: [&str; 6] = ["mounts", ASIDE, ATTACHED, "images", "locks", "containers"];
 
     /// Its path.
     pub fn path(&self) -> &Path {
@@ -311,7 +318,7 @@ impl RunDir {
     pub fn prepare(&self) -> Result<(), MountError> {
         // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
         // reach its container's root filesystem, by name only.
-        let modes = [0o700, 0o700, 0o700, 0o711];
+        let modes = [0o700, 0o700, 0o700, 0o700, 0o700, 0o711];
         for (name, mode) in [("", 0o711)].into_iter().chain(Self::OWN.into_iter().zip(modes)) {
             let path = self.path.join(name);
             make_directories(&path, mode).at("create", path)?;
@@ -488,7 +495,7 @@ impl RunDir {
     /// Makes the record of a mount that is about to be made; false if its id is taken.
     pub(crate) fn claim(&self, record: &MountRecord, lock: &ImageLock) -> Result<bool, MountError> {
         let path = self.record_path(&record.id);
-        let temporary = self.temporary(&record.id, lock);
+        let temporary = self.temporary(record, lock);
         fs::write(&temporary, to_json(&path, record)?).at("write", &temporary)?;
         let linked = fs::hard_link(&temporary, &path);
         let _ = fs::remove_file(&temporary);
@@ -501,7 +508,7 @@ impl RunDir {
 
     pub(crate) fn write(&self, record: &MountRecord, lock: &ImageLock) -> Result<(), MountError> {
         let path = self.record_path(&record.id);
-        let (aside, json) = (self.temporary(&record.id, lock), to_json(&path, record)?);
+        let (aside, json) = (self.temporary(record, lock), to_json(&path, record)?);
         replace_file(CWD, &aside, &path, &json, Purpose::Record, false).at("write", &path)
     }
 
@@ -511,20 +518,27 @@ impl RunDir {
 
     /// The temporary file is named after the writer's stripe: two writers never hold the same, and
     /// a leftover is told from a file in progress.
-    fn temporary(&self, id: &str, lock: &ImageLock) -> PathBuf {
-        self.path.join(format!("mounts/{id}.{:02x}.tmp", lock.stripe))
+    fn temporary(&self, record: &MountRecord, lock: &ImageLock) -> PathBuf {
+        let directory = match record.phase {
+            MountPhase::Mounted => ATTACHED,
+            _ => ASIDE,
+        };
+        self.path.join(format!("{directory}/{}.{:02x}", record.id, lock.stripe))
     }
 
     /// Removes what writers that died left under [`RunDir::temporary`].
     pub(crate) fn remove_temporaries(&self) -> Result<u32, MountError> {
-        let dir = self.path.join("mounts");
         let mut removed = 0;
-        for name in list(&dir)? {
-            let Some((_, stripe)) =
-                name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.'))
-            else {
-                continue;
-            };
+        for path in [ASIDE, ATTACHED].map(|name| self.path.join(name)) {
+            removed += self.remove_temporaries_of(&path)?;
+        }
+        Ok(removed)
+    }
+
+    fn remove_temporaries_of(&self, dir: &Path) -> Result<u32, MountError> {
+        let mut removed = 0;
+        for name in list(dir)? {
+            let Some((_, stripe)) = name.rsplit_once('.') else { continue };
             let _lock = match u8::from_str_radix(stripe, 16) {
                 Ok(stripe) => self.lock_stripe(stripe)?,
                 Err(_) => continue,

@@ -66,11 +66,12 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     try_files(&scratch, &mut tried);
     // What is mounted goes with the thread.
     let mounts = std::thread::scope(|scope| {
-        let mounts = scope.spawn(|| {
+        let mounts = std::thread::Builder::new().spawn_scoped(scope, || {
             unshare_mount_namespace()
                 .map_err(|error| KernelError::from_io("mount namespace", &error))?;
             try_mounts(&scratch, &mut tried)
         });
+        let mounts = mounts.map_err(|error| KernelError::from_io("a thread", &error))?;
         mounts.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     if let Err(error) = mounts {

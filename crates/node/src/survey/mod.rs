@@ -27,6 +27,7 @@ use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
 use cofolio_image::source::engine::LiveMounts;
+use cofolio_image::threads::{NoThread, spawn_up_to};
 use cofolio_sys::resident::Resident;
 
 use crate::mount::mountinfo;
@@ -88,11 +89,23 @@ pub struct Findings {
     pub reasons: Vec<String>,
 }
 
-/// Surveys directories with `threads` readers (0: one per processor, at most 4).
+/// Why a survey failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SurveyError {
+    /// It was cancelled.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
+    /// No reader could be started.
+    #[error(transparent)]
+    Thread(#[from] NoThread),
+}
+
+/// Surveys directories with `threads` readers (0: one per processor, at most 4), or with fewer if
+/// the machine gives no more.
 ///
 /// # Errors
-/// [`Cancelled`].
-pub fn look(dirs: &[PathBuf], threads: usize, task: &Task) -> Result<Findings, Cancelled> {
+/// All of [`SurveyError`].
+pub fn look(dirs: &[PathBuf], threads: usize, task: &Task) -> Result<Findings, SurveyError> {
     look_at(dirs, threads, PAGES_MAX, task)
 }
 
@@ -101,16 +114,16 @@ fn look_at(
     threads: usize,
     pages_max: usize,
     task: &Task,
-) -> Result<Findings, Cancelled> {
+) -> Result<Findings, SurveyError> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if threads == 0 { processors.min(4) } else { threads };
     let tally = Mutex::new(Tally { pages: Pages::new(pages_max), ..Tally::default() });
     let bytes = AtomicU64::new(0);
     let (to_workers, paths) = crossbeam_channel::bounded::<PathBuf>(QUEUE);
     let names = std::thread::scope(|scope| {
-        for _ in 0..threads {
+        spawn_up_to(scope, threads, || {
             let (paths, tally, bytes) = (paths.clone(), &tally, &bytes);
-            scope.spawn(move || {
+            move || {
                 let mut reader = Reader::new(&task.cancel);
                 for path in paths {
                     // The queue is only emptied then.
@@ -125,15 +138,15 @@ fn look_at(
                     let (bytes, items) = (bytes.load(Ordering::Relaxed), tally.findings.files);
                     task.tell(Event::Done { bytes, bytes_total: None, items, items_total: None });
                 }
-            });
-        }
+            }
+        })?;
         drop(paths);
         let walk =
             |dir: &PathBuf| walk(dir, &tally, &task.cancel, &|path| drop(to_workers.send(path)));
         let names = dirs.iter().map(walk).collect();
         drop(to_workers);
-        names
-    });
+        Ok::<_, NoThread>(names)
+    })?;
     task.check()?;
     let tally = tally.into_inner().unwrap_or_else(PoisonError::into_inner);
     Ok(Findings { names, ..tally.findings() })

@@ -148,7 +148,7 @@ fn lost_events_of_mounts_are_made_up_for() {
     let Some(mut ledger) = watched(test, &pair) else { return };
     let events_max = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap();
     let record = pair.dir.path().join("run/mounts/any.json");
-    let outside = pair.dir.path().join("outside");
+    let outside = pair.dir.path().join("run/attached/any.7f");
     fs::write(&outside, "").unwrap();
     for _ in 0..events_max.trim().parse::<u32>().unwrap() / 2 + 1 {
         fs::rename(&outside, &record).unwrap();

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 
-use crate::mount::RunDir;
+use crate::mount::{ATTACHED, RunDir};
 
 /// Bytes of events that are read at once: some eighty.
 const BUFFER: usize = 4096;
@@ -34,9 +34,12 @@ impl MountEvents {
     /// # Errors
     /// [`io::ErrorKind::NotFound`] before the first mount.
     pub(in super::super) fn watch(&self, run: &RunDir) -> io::Result<()> {
-        // A record is replaced once its mount is in place.
-        let flags = WatchFlags::MOVED_TO | WatchFlags::DELETE | WatchFlags::ONLYDIR;
-        inotify::add_watch(&self.0, run.path().join("mounts"), flags)?;
+        // To wake us takes several µs of the mount's time, so once is enough: a record that is
+        // written before its mount is in place comes from another directory.
+        for (name, events) in [(ATTACHED, WatchFlags::MOVED_FROM), ("mounts", WatchFlags::DELETE)] {
+            let events = events | WatchFlags::ONLYDIR;
+            inotify::add_watch(&self.0, run.path().join(name), events)?;
+        }
         Ok(())
     }
 
@@ -54,7 +57,8 @@ impl MountEvents {
             let MountNews { ids, has_overflowed } = news.get_or_insert_default();
             *has_overflowed |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
             let name = event.file_name().and_then(|name| name.to_str().ok());
-            ids.extend(name.and_then(|name| name.strip_suffix(".json")).map(str::to_owned));
+            // `<id>.json`, or `<id>.<stripe>`.
+            ids.extend(name.and_then(|name| name.split('.').next()).map(str::to_owned));
             if reader.is_buffer_empty() {
                 break;
             }

@@ -677,14 +677,16 @@ fn temporary_files_and_damaged_records_harm_nobody() {
     let request = read_only(&fixture, "one");
     mounter.mount(&request).unwrap();
     let dir = fixture.path("run/mounts");
-    fs::write(dir.join("0123abcd-0123456789abcdef.7f.tmp"), "{").unwrap();
+    for aside in ["aside", "attached"] {
+        fs::write(fixture.path(&format!("run/{aside}/0123abcd-0123456789abcdef.7f")), "{").unwrap();
+    }
     fs::write(dir.join("0123abcd-0123456789abcdef.json"), "{").unwrap();
     let listed = mounter.list().unwrap();
     assert_eq!((listed.mounts.len(), listed.damaged.len()), (1, 1));
     let error = mounter.live_images().unwrap_err();
     assert_eq!(error.code(), Code::Corrupt, "it might name any image");
     let done = mounter.reconcile().unwrap();
-    assert_eq!((done.leftovers, done.failed.len()), (1, 1), "{done:?}");
+    assert_eq!((done.leftovers, done.failed.len()), (2, 1), "{done:?}");
     fixture.check_content(&request.target);
     fs::remove_file(dir.join("0123abcd-0123456789abcdef.json")).unwrap();
     umount(&mounter, &request.target);
