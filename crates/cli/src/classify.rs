@@ -260,7 +260,8 @@ fn of_mount(error: &MountError) -> Classified {
     let exit = match (error, error.code()) {
         (MountError::Store(error), _) => return of_store(error),
         (MountError::IdMap { .. }, _) => Some(Exit::Usage),
-        (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
+        (MountError::OtherNamespace { .. } | MountError::RunDirectory { .. }, _)
+        | (_, Code::Unsupported) => Some(Exit::Missing),
         (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
         | (MountError::Replaced { .. }, _)
         | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
@@ -305,6 +306,9 @@ fn of_mount(error: &MountError) -> Classified {
             "--create makes the directory (its parent must exist)".into()
         }
         MountError::NoPrivilege { .. } => "run as root".into(),
+        MountError::RunDirectory { .. } => {
+            "--run-dir DIR or COFOLIO_RUN says where it is: below a directory that only this user or root can write to".into()
+        }
         MountError::NoFeature { .. } => "`cofolio doctor` says what this machine offers".into(),
         MountError::NoVerity { .. } => {
             "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has".into()

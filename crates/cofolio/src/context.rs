@@ -47,6 +47,7 @@ impl Context<'_> {
     /// The domain, which must exist.
     pub(crate) fn domain(&self) -> anyhow::Result<Domain> {
         let store = Store::open(&self.global.store)?.waits_until(interrupt::cancel());
+        self.run_dir_of(&store).check_owner()?;
         Ok(store.domain(&self.global.domain)?)
     }
 
@@ -57,7 +58,9 @@ impl Context<'_> {
                 anyhow::Error::new(error).context(format!("creating {}", parent.display()))
             })?;
         }
-        Ok(Store::open_or_init(&self.global.store, &InitOptions::default())?)
+        let store = Store::open_or_init(&self.global.store, &InitOptions::default())?;
+        self.run_dir_of(&store).check_owner()?;
+        Ok(store)
     }
 
     /// The domain, made with its store if they are missing.

@@ -177,7 +177,7 @@ function showStatus() {
   }
   if (!report) return;
   $("ages").replaceChildren(paused ? "Paused. " : "", "Figures ", ageNode(since), " old. ",
-    "Residency scanned ", ageNode(since + report.residency_age_seconds), " ago, ",
+    "Residency looked at ", ageNode(since + report.residency_age_seconds), " ago, ",
     "processes ", ageNode(since + report.processes_age_seconds), " ago.");
   const kind = (count, one, many) =>
     el("span", { class: count ? "some" : "" }, countNode(count), ` ${count === 1 ? one : many}`);

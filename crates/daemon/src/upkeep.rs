@@ -79,7 +79,7 @@ enum Ended {
 #[derive(Clone, Copy, Debug)]
 struct Due {
     last: Instant,
-    /// It comes no sooner after `last`, whatever the schedule says.
+    /// The earliest next one is at `last + delay`, whatever the schedule says.
     delay: Duration,
     /// Since when the interval of the schedule runs, in seconds since 1970; `None` if it is over.
     since: Option<i64>,

@@ -19,9 +19,9 @@ use crate::pace::Pace;
 use crate::published::{Costs, Encoded, Published};
 use crate::serve::Settings;
 
-/// The longest sleep. So long, too, opened files wait in the kernel's queue when their part of the
-/// processor time is spent: they keep their mount busy there, and unmounting waits half a second for
-/// such passing users.
+/// The longest sleep. Also the longest that opened files wait in the kernel's queue once their part
+/// of the processor time is spent. They keep their mount busy there, and unmounting waits half a
+/// second for such passing users.
 const TICK: Duration = Duration::from_millis(100);
 /// Processor time that a chore takes at once at most, if it can be divided.
 const SLICE_MAX: Duration = Duration::from_millis(5);

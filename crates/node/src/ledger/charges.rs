@@ -7,10 +7,12 @@
 //! there are counted again; the others cannot lose any. So looks take longer while the kernel takes
 //! pages from the commons: some 15 µs more for each object in them.
 //!
-//! A count stays wrong if, between two looks, an object lost as many pages as it got and the charge
-//! of the commons stayed the same. A count of 0 also stays wrong if that charge fell: for example,
-//! if the object lost a page that a container paid and got one that the commons pay, while another
-//! object lost two pages of the commons.
+//! A count stays wrong if an object lost as many pages as it got between two looks, and:
+//!
+//! | the count | the charge of the commons | for example |
+//! |---|---|---|
+//! | any | stayed the same | the object lost a page of the commons and got one of a container, and another object the other way round |
+//! | 0 | fell | the object lost a page of a container and got one of the commons, and another object lost two of the commons |
 
 use std::io;
 use std::os::fd::AsFd;

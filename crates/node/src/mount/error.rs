@@ -143,6 +143,14 @@ pub enum MountError {
         /// What is wrong with it.
         problem: String,
     },
+    /// Somebody else could put anything into the run directory, whose records say what to remove.
+    #[error("cannot trust the run directory: {} {problem}", path.display())]
+    RunDirectory {
+        /// It, or the directory that it is in.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The directory for changes cannot be used.
     #[error("cannot keep changes in {}: {problem}", dir.display())]
     Upper {
@@ -250,6 +258,7 @@ impl MountError {
             | Self::CannotKeep { .. }
             | Self::ReadOnlyStore(_)
             | Self::NoRecord { .. }
+            | Self::RunDirectory { .. }
             | Self::OtherNamespace { .. } => Code::FailedPrecondition,
             Self::Target { .. }
             | Self::Upper { .. }

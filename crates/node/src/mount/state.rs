@@ -310,12 +310,42 @@ impl RunDir {
         &self.path
     }
 
+    /// Fails if another user could have written its records, which say what to unmount and to
+    /// remove. Missing directories are nobody's.
+    ///
+    /// # Errors
+    /// [`MountError::RunDirectory`], [`MountError::Io`].
+    pub fn check_owner(&self) -> Result<(), MountError> {
+        let above = self.path.parent().map(|above| (above, fs::metadata(above)));
+        // A link of its name could be anybody's.
+        let here = Some((self.path(), fs::symlink_metadata(&self.path)));
+        for (path, found) in above.into_iter().chain(here) {
+            let found = match found {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                found => found.at("look at", path)?,
+            };
+            let (owner, mode) = (found.uid(), found.mode());
+            let problem = if !found.is_dir() {
+                "is no directory".to_owned()
+            } else if owner != 0 && owner != rustix::process::geteuid().as_raw() {
+                format!("belongs to user {owner}")
+            } else if mode & 0o002 != 0 && (mode & 0o1000 == 0 || path == self.path) {
+                format!("can be written by everybody (mode {:o})", mode & 0o7777)
+            } else {
+                continue;
+            };
+            return Err(MountError::RunDirectory { path: path.to_owned(), problem });
+        }
+        Ok(())
+    }
+
     /// Makes missing directories, with their modes whatever the umask is. If `/` is shared, as with
     /// systemd, services see mounts in here, as they see those of container engines.
     ///
     /// # Errors
-    /// [`MountError::Io`].
+    /// Those of [`RunDir::check_owner`].
     pub fn prepare(&self) -> Result<(), MountError> {
+        self.check_owner()?;
         // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
         // reach its container's root filesystem, by name only.
         let modes = [0o700, 0o700, 0o700, 0o700, 0o700, 0o711];
@@ -676,6 +706,43 @@ mod tests {
             let found = dir.path().join(made).metadata().unwrap().permissions().mode() & 0o777;
             assert_eq!(found, mode, "{made}");
         }
+    }
+
+    /// Root's `gc` removed a directory that a record in another user's run directory named.
+    #[test]
+    fn a_run_directory_of_others_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = RunDir::at(dir.path().join("base/run"));
+        run.check_owner().unwrap();
+        run.prepare().unwrap();
+        let mode = |name: &str, mode| {
+            fs::set_permissions(dir.path().join(name), Permissions::from_mode(mode)).unwrap();
+        };
+        let problem = || match run.check_owner() {
+            Err(MountError::RunDirectory { path, problem }) => {
+                (path.strip_prefix(dir.path()).unwrap().to_owned(), problem)
+            }
+            other => panic!("{other:?}"),
+        };
+        mode("base", 0o777);
+        let everybody = "can be written by everybody (mode 777)".to_owned();
+        assert_eq!(problem(), ("base".into(), everybody.clone()));
+        mode("base", 0o1777);
+        run.check_owner().unwrap();
+        mode("base/run", 0o777);
+        assert_eq!(problem(), ("base/run".into(), everybody));
+        mode("base/run", 0o711);
+        if rustix::process::geteuid().is_root() {
+            for name in ["base", "base/run"] {
+                std::os::unix::fs::chown(dir.path().join(name), Some(65534), None).unwrap();
+                assert_eq!(problem(), (name.into(), "belongs to user 65534".to_owned()));
+                std::os::unix::fs::chown(dir.path().join(name), Some(0), None).unwrap();
+            }
+        }
+        fs::rename(dir.path().join("base/run"), dir.path().join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink("../elsewhere", dir.path().join("base/run")).unwrap();
+        assert_eq!(problem(), ("base/run".into(), "is no directory".to_owned()));
+        assert!(matches!(run.prepare(), Err(MountError::RunDirectory { .. })));
     }
 
     #[test]
