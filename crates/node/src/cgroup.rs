@@ -359,6 +359,22 @@ impl Cgroup {
         field(&text, "oom_kill").ok_or_else(|| CgroupError::Format { path, what: what() })
     }
 
+    /// What processes map of the page cache that it is charged for, in bytes; processes of other
+    /// cgroups, too.
+    ///
+    /// # Errors
+    /// [`CgroupError::Io`]; [`CgroupError::Format`].
+    pub(crate) fn mapped_bytes(&self) -> Result<u64> {
+        let name = match self.hierarchy.version {
+            Version::V1 => "mapped_file",
+            Version::V2 => "file_mapped",
+        };
+        let path = self.path.join("memory.stat");
+        let what = || format!("has no line {name}");
+        let bytes = field(&read_text(&path)?, name);
+        bytes.ok_or_else(|| CgroupError::Format { path, what: what() })
+    }
+
     /// Whether its limit ever held a charge up.
     ///
     /// # Errors

@@ -7,6 +7,7 @@
 //! again.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use cofolio_store::task::{Cancelled, Task};
@@ -116,8 +117,9 @@ impl Commons {
     /// Reads an image's metadata and its objects ahead, or the parts of them that a profile of it
     /// names, charged to the commons: also the directories, if it is mounted. Meanwhile this whole
     /// process is in that cgroup. `run` is the run directory of the domain's store. The figures are
-    /// those of the objects. Under a limit it stops where more would push out what the commons have of
-    /// the image; what others are charged for takes no room.
+    /// those of the objects. Under a limit it stops where more would push out what the commons have
+    /// of the image, which the kernel does when they are full and other images are in more use;
+    /// what others are charged for takes no room.
     ///
     /// # Errors
     /// [`CommonsError`]; what was read until then stays. With the backend `inode-share` the image has
@@ -181,24 +183,49 @@ impl Commons {
         Ok(warmed)
     }
 
-    /// The room under a limit. Pages of other images are in nobody's way: the kernel drops them first.
-    fn room(&self, limit_bytes: u64, metadata_bytes: u64) -> Result<Room, CgroupError> {
+    /// The room under a limit.
+    fn room(&self, limit_bytes: u64, metadata_bytes: u64) -> Result<Room<'_>, CgroupError> {
         let charge = self.cgroup.charge()?;
         let fixed_bytes = charge.total.saturating_sub(charge.cache) + metadata_bytes;
         let pages = self.cgroup.charged_pages().ok();
-        let usable_bytes = limit_bytes - limit_bytes / SPARE_SHARE;
-        Ok(Room { left_bytes: usable_bytes.saturating_sub(fixed_bytes), pages })
+        let step_bytes = limit_bytes / SPARE_SHARE;
+        let usable_bytes = limit_bytes - step_bytes;
+        Ok(Room {
+            left_bytes: usable_bytes.saturating_sub(fixed_bytes),
+            pages,
+            cgroup: &self.cgroup,
+            free_bytes: usable_bytes.saturating_sub(charge.total),
+            step_bytes,
+            read_bytes: 0,
+            worth_before: None,
+        })
     }
 }
 
-/// What the commons can still hold beside what they have of the image.
-struct Room {
+/// What the commons can still hold of the image.
+///
+/// Once they are full, the kernel drops pages for those that are read ahead: some that nobody uses,
+/// or those of images in use, or the first ones of this image. Nothing tells which before. So
+/// reading goes on in steps, as long as a step brings in more than it takes away.
+struct Room<'c> {
+    /// Beside what they have of it, if they had nothing of other images.
     left_bytes: u64,
     /// Where the kernel does not tell, all that is resident counts as charged to them.
     pages: Option<ChargedPages>,
+    cgroup: &'c Cgroup,
+    /// Beside all that they have.
+    free_bytes: u64,
+    step_bytes: u64,
+    /// What this step has read.
+    read_bytes: u64,
+    /// [`Self::worth`] before it. `None` until the commons are full.
+    worth_before: Option<u64>,
 }
 
-impl Room {
+/// Counts what is resident of the image.
+type Resident<'r> = &'r dyn Fn() -> Result<u64, CommonsError>;
+
+impl Room<'_> {
     /// Takes room for what is missing of a file, beside what the commons have of it already. Or says
     /// how many bytes of it there is room for.
     fn take(&mut self, file: &File, ranges: &[(u64, u64)], resident_bytes: u64) -> Result<(), u64> {
@@ -218,6 +245,54 @@ impl Room {
         self.left_bytes = self.left_bytes.checked_sub(missing_bytes).ok_or(self.left_bytes)?;
         Ok(())
     }
+
+    /// Reads a part of a file ahead, of which so much is missing. Says whether there is room for
+    /// more.
+    fn read(
+        &mut self,
+        file: &File,
+        (start, length): (u64, u64),
+        missing_bytes: u64,
+        resident: Resident<'_>,
+    ) -> Result<bool, CommonsError> {
+        if let Some(free_bytes) = self.free_bytes.checked_sub(missing_bytes) {
+            self.free_bytes = free_bytes;
+            read_ahead(file, start, length);
+            return Ok(true);
+        }
+        if self.worth_before.is_none() {
+            self.worth_before = Some(self.worth(resident)?);
+        }
+        read_ahead(file, start, length);
+        self.read_bytes += missing_bytes;
+        if self.read_bytes < self.step_bytes {
+            return Ok(true);
+        }
+        self.end_step(file, start + length, resident)
+    }
+
+    /// Says whether half of what the step has read came in on balance. `end` is where reading
+    /// ended.
+    fn end_step(
+        &mut self,
+        file: &File,
+        end: u64,
+        resident: Resident<'_>,
+    ) -> Result<bool, CommonsError> {
+        let read_bytes = std::mem::take(&mut self.read_bytes);
+        let Some(before) = self.worth_before.filter(|_| read_bytes > 0) else { return Ok(true) };
+        // What is still being read does not count everywhere.
+        let _ = file.read_at(&mut [0], end.saturating_sub(1));
+        let worth = self.worth(resident)?;
+        self.worth_before = Some(worth);
+        Ok(worth >= before + read_bytes / 2)
+    }
+
+    /// Bytes in the commons that are not to be lost: of the image, and what processes map of any.
+    /// For the kernel, what those of other cgroups map is in no use when a cgroup is at its limit.
+    fn worth(&self, resident: Resident<'_>) -> Result<u64, CommonsError> {
+        Ok(resident()? + self.cgroup.mapped_bytes()?)
+    }
 }
 
 /// What [`read_files`] has done.
@@ -234,10 +309,19 @@ struct Read {
 fn read_files(
     opened: &PageFiles<'_>,
     files: &[ProfileFile],
-    mut room: Option<Room>,
+    mut room: Option<Room<'_>>,
     task: &Task,
 ) -> Result<Read, CommonsError> {
     let mut read = Read::default();
+    let step_bytes = room.as_ref().map_or(u64::MAX, |it| it.step_bytes);
+    let of_image = || {
+        files.iter().try_fold(0, |sum, ProfileFile { object, ranges }| {
+            task.check()?;
+            let file = opened.open(object)?;
+            Ok(sum + opened.resident_bytes(&file, object, &whole_pages(ranges))?)
+        })
+    };
+    let mut last = None;
     for ProfileFile { object, ranges } in files {
         task.check()?;
         let ranges = whole_pages(ranges);
@@ -245,23 +329,48 @@ fn read_files(
         let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
         read.looked_at += 1;
         read.resident_before_bytes += resident_bytes;
-        let room = room.as_mut().map_or(Ok(()), |it| it.take(&file, &ranges, resident_bytes));
+        let fits = room.as_mut().map_or(Ok(()), |it| it.take(&file, &ranges, resident_bytes));
         // As most files are when an image is mounted again.
         if resident_bytes >= total(&ranges) {
             continue;
         }
-        let mut left_bytes = room.err().unwrap_or(u64::MAX);
-        for (start, length) in ranges {
-            read_ahead(&file, start, length.min(left_bytes));
-            left_bytes = left_bytes.saturating_sub(length);
+        let mut end = 0;
+        let mut left_bytes = fits.err().unwrap_or(u64::MAX);
+        for (start, length) in steps(&ranges, step_bytes) {
+            let length = length.min(left_bytes);
+            left_bytes -= length;
+            let Some(room) = &mut room else {
+                read_ahead(&file, start, length);
+                continue;
+            };
+            let part = (start, length);
+            let missing_bytes = length - opened.resident_bytes(&file, object, &[part])?.min(length);
+            if !room.read(&file, part, missing_bytes, &of_image)? {
+                read.is_stopped = true;
+                return Ok(read);
+            }
+            end = start + length;
         }
-        if room.is_err() {
+        if fits.is_err() {
             read.is_stopped = true;
-            break;
+            return Ok(read);
         }
         read.objects += 1;
+        last = Some((file, end));
+    }
+    if let (Some(mut room), Some((file, end))) = (room, last) {
+        read.is_stopped = !room.end_step(&file, end, &of_image)?;
     }
     Ok(read)
+}
+
+/// Ranges in parts of at most so many bytes.
+fn steps(ranges: &[(u64, u64)], step_bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+    let step = usize::try_from(step_bytes).unwrap_or(usize::MAX);
+    ranges.iter().flat_map(move |(start, length)| {
+        let end = start + length;
+        (*start..end).step_by(step).map(move |at| (at, step_bytes.min(end - at)))
+    })
 }
 
 fn total(ranges: &[(u64, u64)]) -> u64 {

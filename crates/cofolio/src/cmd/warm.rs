@@ -26,6 +26,11 @@ use crate::ui::human_size;
 /// was resident before stays charged as it was. Under memory pressure the kernel drops these pages like any others. With
 /// `[commons] warm` in the configuration `mount`, `bundle` and `run` do this for their image. It looks at each file
 /// also when all are resident: some tens of milliseconds for an image of 3,200 files.
+///
+/// Once the commons reach their limit, images that are not used give way. Where other images are in
+/// use, this command stops, leaves the rest to containers and says that there was no room. Each
+/// call then still tries a 64th of the limit, so an image that was in use gives way after some tens
+/// of them.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio warm redis:7.0.15\n  \
     cofolio warm --profile redis:7.0.15\n  \
