@@ -130,6 +130,13 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
+        // A bad sector of a file fails when it is read.
+        Error::Io { action: "open", path, source }
+            if path == "meta.json" && Errno::from_io_error(source) == Some(Errno::IO) =>
+        {
+            "the filesystem under the store fails: `umount --lazy` takes down what was mounted from the store, \
+             and `crun --root /run/cofolio/STORE-ID/crun delete --force NAME` a container"
+        }
         Error::Io { action: "open the store", source, .. }
             if source.kind() == io::ErrorKind::NotADirectory =>
         {
@@ -481,6 +488,7 @@ fn of_profile(error: &ProfileError) -> Classified {
         }
         ProfileError::Container(error) => of_run(error),
         ProfileError::Cancelled(_) => code(Exit::Interrupted),
+        ProfileError::Busy => code(Exit::Busy),
         ProfileError::Missing(_) => {
             hint(Exit::NotFound, "`cofolio profile record IMAGE` makes one")
         }

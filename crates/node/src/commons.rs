@@ -170,8 +170,15 @@ impl Commons {
         };
         for (number, ProfileFile { object, ranges }) in files.iter().enumerate() {
             task.check()?;
-            let ranges = whole_pages(ranges);
             let file = opened.open(object)?;
+            // What is left of a truncated object would pass for all of it.
+            if let (None, Ok(found)) = (profile, file.metadata().map(|it| it.len()))
+                && found != total(ranges)
+            {
+                let (digest, expected) = (*object, total(ranges));
+                return Err(Error::SizeMismatch { digest, expected, found }.into());
+            }
+            let ranges = whole_pages(ranges);
             let resident_bytes = opened.resident_bytes(&file, object, &ranges)?;
             warmed.resident_bytes += resident_bytes;
             warmed.bytes += total(&ranges);

@@ -29,7 +29,7 @@ use cofolio_node::config::COMMONS_LIMIT_MIN;
 use cofolio_node::ledger::{Ledger, LedgerError, ReclaimRequest, ReclaimTarget, Report};
 use cofolio_node::mount::{MountError, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::probe::{self, Presence};
-use cofolio_node::profile::{Profile, Recorder};
+use cofolio_node::profile::{Missed, Profile, ProfileError, Recorder};
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Store};
@@ -213,16 +213,27 @@ fn the_commons_pay_for_what_is_shared() {
     assert!(charge < 5 * MIB && !pressed, "{charge}, {pressed}");
 
     // What a start maps is recorded: here all but the first library.
-    let mut recorder = Recorder::begin(&all.domain, all.run(), all.image, "it").unwrap();
+    let begin = || Recorder::begin(&all.domain, all.run(), all.image, "it");
+    let mut recorder = begin().unwrap();
+    // Of two at a time each dropped what the other had seen, and a third of the profiles were cut.
+    assert!(matches!(begin(), Err(ProfileError::Busy)));
     let holders: Vec<_> =
         (1..LIBRARIES).map(|number| Holder::new(&all.library(number), None)).collect();
     // Opens of processes that have ended count as the container's, and these are in another cgroup.
     drop(holders);
     recorder.take().unwrap();
-    let (profile, lost) = recorder.end().unwrap();
-    assert_eq!((profile.files.len(), lost), (LIBRARIES - 1, 0));
+    let (profile, missed) = recorder.end().unwrap();
+    assert_eq!((profile.files.len(), missed), (LIBRARIES - 1, Missed::default()));
     assert!((79 * MIB..=80 * MIB).contains(&profile.bytes()), "{}", profile.bytes());
     profile.write(&all.domain).unwrap();
+
+    // What was opened and has no pages was left out without a word.
+    let mut recorder = begin().unwrap();
+    (0..2).for_each(|number| drop(Holder::new(&all.library(number), None)));
+    recorder.take().unwrap();
+    forget(&all.domain.object_path(&all.objects[0]).unwrap());
+    let (cut, missed) = recorder.end().unwrap();
+    assert_eq!((cut.files.len(), missed), (1, Missed { opens: 0, files: 1 }));
     all.forget();
     let warmed = warm(&own.open(None), Some(&Profile::read(&all.domain, &all.image).unwrap()));
     assert_eq!((warmed.objects, warmed.bytes), (4, profile.bytes()));

@@ -9,7 +9,7 @@ use crate::error::{At, Error, Result, is_absent, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, now};
 use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, ref_json};
-use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
+use crate::store::{DOMAINS, STAGING, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
 
 /// The directories that every domain has, parents first.
@@ -60,7 +60,7 @@ impl Domain {
         &self.store
     }
 
-    /// Makes missing directories of the domain again, empty but for `refs`: there each image gets the name
+    /// Makes missing directories of the domain and `staging` again, empty but for `refs`: there each image gets the name
     /// `recovered-<digest>`, or the next collection would remove it. Durable on return. A repair does it first:
     /// without them [`Domain::fsck`] looks at nothing else.
     ///
@@ -89,6 +89,7 @@ impl Domain {
             disk.rename(&aside, &refs, true).at("publish", &refs)?;
         }
         make_directories(disk, &self.directory)?;
+        mkdir_if_missing(disk, STAGING)?;
         disk.sync_all().at("sync", &self.directory)
     }
 

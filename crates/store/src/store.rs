@@ -393,6 +393,7 @@ impl Store {
     /// Makes a staging directory and locks it: the lock says that its process lives.
     pub(crate) fn new_staging(&self) -> Result<(String, Box<dyn Lock>)> {
         let disk = self.disk();
+        mkdir_if_missing(disk, STAGING)?;
         loop {
             let path =
                 format!("{STAGING}/{}", const_hex::encode(disk.random().at("name", STAGING)?));

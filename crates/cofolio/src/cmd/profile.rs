@@ -152,15 +152,21 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
     if time.is_none() {
         context.ui.note("recording until the container ends, or Ctrl-C");
     }
-    let Recorded { profile, lost_opens, has_ended } =
-        context
-            .work("recording", "file", |task| profile::record(&containers, subject, time, task))?;
+    let Recorded { profile, missed, has_ended } = context
+        .work("recording", "file", |task| profile::record(&containers, subject, time, task))?;
     if has_ended {
         context.ui.note("the container has ended");
     }
-    if lost_opens > 0 {
-        let lost = plural(lost_opens, "event");
+    if missed.opens > 0 {
+        let lost = plural(missed.opens, "event");
         context.ui.note(format!("{lost} of opened files lost: the profile may be incomplete"));
+    }
+    if missed.files > 0 {
+        let files = plural(missed.files, "opened file");
+        context.ui.note(format!(
+            "{files} not in the profile: nothing of them is in memory, because nobody has read \
+             them or their pages were dropped meanwhile"
+        ));
     }
     context.ui.note(summary(&profile));
     if let Some(dirs) = &profile.written {

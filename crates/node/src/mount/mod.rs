@@ -79,7 +79,7 @@ use kernel::{LayerStyle, attach, clone_mount};
 pub(crate) use kernel::{open_below, open_cached, open_dir, path_of};
 use reconcile::{Kernel, Way};
 use state::ImageLock;
-pub(crate) use state::{ATTACHED, is_at, list, read_json, read_small, try_flock};
+pub(crate) use state::{ATTACHED, Lock, is_at, list, read_json, read_small, try_flock};
 use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.

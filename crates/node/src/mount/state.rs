@@ -17,6 +17,7 @@
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to
 //!                                 take such images' superblocks down
+//!   locks/recording-<domain>      of whoever records a profile
 //! ```
 //!
 //! *Who may write what.* An image's files, and the records that name it, change only with the
@@ -444,6 +445,11 @@ impl RunDir {
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         Ok(None)
+    }
+
+    /// The lock of whoever records a profile in a trust domain, unless somebody else has it.
+    pub(crate) fn try_lock_recording(&self, domain: &str) -> Result<Option<Lock>, MountError> {
+        Lock::try_exclusive(&self.path.join(format!("locks/recording-{domain}")))
     }
 
     /// The record of a mount.

@@ -30,7 +30,7 @@ pub use self::record::{Recorded, Subject, record, written_by};
 use crate::cache::named_objects;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
-use crate::mount::{RunDir, WRITABLE_DIRS_MAX, open_below, open_dir};
+use crate::mount::{Lock, RunDir, WRITABLE_DIRS_MAX, open_below, open_dir};
 use crate::page_files::{self, PageFiles};
 
 /// The version that is written and read.
@@ -76,6 +76,11 @@ pub enum ProfileError {
         /// What is wrong with it.
         problem: String,
     },
+    /// A recording drops what is resident of its image, and other images share files with it.
+    #[error(
+        "another profile is being recorded in this trust domain: it drops pages that this one needs"
+    )]
+    Busy,
     /// The recorded container failed.
     #[error("{}, so there is no new profile", failed(.0))]
     Failed(ExitStatus),
@@ -284,6 +289,16 @@ fn shows_the_image(dir: &OwnedFd) -> io::Result<bool> {
 /// Full queues of opened files that are taken at the end.
 const TAKES_AT_END: u32 = 64;
 
+/// What a profile may be without.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Missed {
+    /// How often opened files were not noted.
+    pub opens: u64,
+    /// Opened files of which nothing is resident: nobody has read them, or their pages have been
+    /// dropped meanwhile.
+    pub files: u64,
+}
+
 /// Notes what a container opens.
 #[derive(Debug)]
 pub struct Recorder<'d> {
@@ -291,6 +306,7 @@ pub struct Recorder<'d> {
     objects: BTreeMap<Digest, u64>,
     files: PageFiles<'d>,
     ledger: Ledger,
+    _lock: Lock,
 }
 
 impl<'d> Recorder<'d> {
@@ -298,13 +314,15 @@ impl<'d> Recorder<'d> {
     /// need not exist yet.
     ///
     /// # Errors
-    /// [`ProfileError::Ledger`], [`ProfileError::Store`].
+    /// [`ProfileError::Busy`], [`ProfileError::Ledger`], [`ProfileError::Store`].
     pub fn begin(
         domain: &'d Domain,
         run: RunDir,
         image: Digest,
         container: &str,
     ) -> Result<Self, ProfileError> {
+        let lock = run.try_lock_recording(domain.name()).map_err(RunError::from)?;
+        let lock = lock.ok_or(ProfileError::Busy)?;
         let objects = named_objects(domain, &image)?;
         let files = PageFiles::of(domain, &run, &image)?;
         let mut ledger = Ledger::new(domain.store().clone(), run);
@@ -315,7 +333,7 @@ impl<'d> Recorder<'d> {
         for object in objects.keys() {
             let _ = fadvise(files.open(object)?, 0, None, Advice::DontNeed);
         }
-        Ok(Self { image, objects, files, ledger })
+        Ok(Self { image, objects, files, ledger, _lock: lock })
     }
 
     /// Becomes readable when [`Recorder::take`] has something to do.
@@ -331,11 +349,11 @@ impl<'d> Recorder<'d> {
         Ok(self.ledger.drain_opens(&Budget::UNLIMITED)?)
     }
 
-    /// The profile, and how often opened files were not noted.
+    /// The profile, and what may be missing from it.
     ///
     /// # Errors
     /// [`ProfileError::Ledger`], [`ProfileError::Store`].
-    pub fn end(mut self) -> Result<(Profile, u64), ProfileError> {
+    pub fn end(mut self) -> Result<(Profile, Missed), ProfileError> {
         // Of a container that goes on, there may always be more.
         for _ in 0..TAKES_AT_END {
             self.take()?;
@@ -346,17 +364,19 @@ impl<'d> Recorder<'d> {
             }
         }
         let mut files = Vec::new();
+        let mut missed = Missed { opens: self.ledger.lost_opens(), files: 0 };
         for object in self.ledger.recorded() {
             let Some(size) = self.objects.get(&object) else { continue };
             let file = self.files.open(&object)?;
             let ranges = page_files::resident_ranges(&file, *size);
             let ranges = ranges.map_err(LedgerError::io(object.to_string()))?;
-            if !ranges.is_empty() {
-                files.push(ProfileFile { object, ranges });
+            match ranges.is_empty() {
+                true => missed.files += u64::from(*size > 0),
+                false => files.push(ProfileFile { object, ranges }),
             }
         }
         let profile = Profile { version: VERSION, image: self.image, files, written: None };
-        Ok((profile, self.ledger.lost_opens()))
+        Ok((profile, missed))
     }
 }
 

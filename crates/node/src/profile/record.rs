@@ -14,7 +14,7 @@ use cofolio_store::task::Task;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Profile, ProfileError, Recorder, written_dirs};
+use super::{Missed, Profile, ProfileError, Recorder, written_dirs};
 use crate::container::{Containers, RunError, ends_within, pidfd};
 use crate::mount::{MountPhase, Mounter};
 
@@ -48,8 +48,8 @@ pub enum Subject {
 pub struct Recorded {
     /// The profile.
     pub profile: Profile,
-    /// How often opened files were not noted: the profile may be without them.
-    pub lost_opens: u64,
+    /// What the profile may be without.
+    pub missed: Missed,
     /// Whether a [`Subject::Running`] has ended meanwhile. Then its writes are not recorded.
     pub has_ended: bool,
 }
@@ -123,11 +123,11 @@ fn record_new(
     // The socket's end has ended the container after an error, which says more then.
     let may_fail = || recorded.is_err() || is_cancelled();
     end(&mut child, containers, name, answer.is_finished(), may_fail)?;
-    let (mut profile, lost_opens) = recorded?;
+    let (mut profile, missed) = recorded?;
     let answer = answer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let written = answer.and_then(|answer| Ok(serde_json::from_str(&answer)?));
     profile.written = written.map_err(ProfileError::Changes)?;
-    Ok(Recorded { profile, lost_opens, has_ended: false })
+    Ok(Recorded { profile, missed, has_ended: false })
 }
 
 fn record_running(
@@ -144,12 +144,12 @@ fn record_running(
     let has_ended = || ends_within(&first, Duration::ZERO);
     let mut recorder = Recorder::begin(mounter.domain(), mounter.run_dir().clone(), image, name)?;
     note(&mut recorder, has_ended, time, task)?;
-    let (mut profile, lost_opens) = recorder.end()?;
+    let (mut profile, missed) = recorder.end()?;
     let written = written_by(containers, name);
     // Its changes may have been half removed while they were read.
     let has_ended = has_ended();
     profile.written = if has_ended { None } else { written? };
-    Ok(Recorded { profile, lost_opens, has_ended })
+    Ok(Recorded { profile, missed, has_ended })
 }
 
 /// The directories of its image that a container has written to, if it can write. `None` also if it

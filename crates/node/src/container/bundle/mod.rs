@@ -71,7 +71,9 @@ pub enum BundleError {
     #[error("image config: operating system `{0}`, not linux")]
     OperatingSystem(String),
     /// Neither the image nor the caller gives a command.
-    #[error("the image has no command (no Entrypoint, no Cmd) and none was given")]
+    #[error(
+        "there is no command: the image has none and none was given (with --entrypoint its Cmd does not count)"
+    )]
     NoCommand,
     /// The image's account files lack a user or group.
     #[error("{kind} `{name}` is not in the image's {file}")]
