@@ -308,7 +308,8 @@ fn a_daemon_in_a_cgroup_namespace_drops_nothing_of_others() {
         Version::V2 => "cgroup2",
     };
     let top = hierarchy.directory("/").unwrap();
-    let mount = format!("mount -t {kind} none {} && exec \"$@\"", top.display());
+    let top = top.display();
+    let mount = format!("umount {top} && mount -t {kind} none {top} && exec \"$@\"");
     for way in [
         // It sees the mount of the machine, the root of which is `/..` there.
         "exec unshare --cgroup \"$@\"".to_owned(),
