@@ -291,8 +291,8 @@ fn a_daemon_drops_what_is_left_behind() {
     }
 }
 
-/// In a cgroup namespace the kernel shows a container outside of it at `/../NAME`, where no directory
-/// is. Each refresh took such a container for removed, without a word, and a daemon with
+/// In a cgroup namespace the kernel shows a container outside of it at `/../NAME`, where no
+/// directory is. Each refresh took such a container for removed, without a word, and a daemon with
 /// `drop_left_behind` dropped what it had open.
 #[test]
 fn a_daemon_in_a_cgroup_namespace_drops_nothing_of_others() {

@@ -168,8 +168,8 @@ impl Hierarchy {
     /// The directory of a cgroup, by its path from the root of the hierarchy.
     ///
     /// # Errors
-    /// `InvalidInput` for a path with `..`: the kernel gives such a path to a cgroup outside of this
-    /// process's cgroup namespace (cgroup_namespaces(7)), and no directory of the mount shows it.
+    /// `InvalidInput` for a path with `..`: the kernel gives such a path to a cgroup outside of
+    /// this process's cgroup namespace (cgroup_namespaces(7)), and the mount does not show it.
     pub fn directory(&self, cgroup: &str) -> io::Result<PathBuf> {
         if cgroup.split('/').any(|name| name == "..") {
             let what = "outside of this process's cgroup namespace";

@@ -215,7 +215,7 @@ mod tests {
     }
 
     /// In a cgroup namespace, and where a part of the cgroups is mounted, those of others have no
-    /// directory. Each refresh took them for removed, and what they used was dropped as left behind.
+    /// directory. Each refresh took them for removed and dropped what they used as left behind.
     #[test]
     fn hidden_cgroups_may_use_everything() {
         let other_root = CgroupError::OtherRoot { mount: "/m".into(), root: "/docker/x".into() };
