@@ -37,7 +37,7 @@ fn cgroups(hierarchy: &Hierarchy, prefix: &str) -> Result<Vec<String>> {
     let mut found = Vec::new();
     let mut open = vec![String::new()];
     while let Some(parent) = open.pop() {
-        for entry in fs::read_dir(hierarchy.directory(&parent))? {
+        for entry in fs::read_dir(hierarchy.directory(&parent)?)? {
             let entry = entry?;
             let name = entry.file_name().into_string().unwrap_or_default();
             if entry.file_type()?.is_dir() && (!parent.is_empty() || name.starts_with(prefix)) {

@@ -16,7 +16,7 @@ use cofolio_node::cgroup::{Cgroup, Hierarchy, Version, field};
 /// Dying memory cgroups of the whole machine: `nr_dying_descendants` of version 2; of version 1, what
 /// `/proc/cgroups` counts less the directories.
 fn count(hierarchy: &Hierarchy) -> Result<u64> {
-    let top = hierarchy.directory("");
+    let top = hierarchy.directory("")?;
     if hierarchy.version() == Version::V2 {
         return dying_descendants(&top);
     }

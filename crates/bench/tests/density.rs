@@ -113,7 +113,7 @@ impl Images {
         let here = self.dir.path().to_str().unwrap();
         let left: Vec<_> = mounts.lines().filter(|line| line.contains(here)).collect();
         assert!(left.is_empty(), "mounts are left: {left:#?}");
-        let top = fs::read_dir(self.hierarchy.directory("")).unwrap();
+        let top = fs::read_dir(self.hierarchy.directory("").unwrap()).unwrap();
         let names = top.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let left: Vec<_> = names
             .filter(|name| {
@@ -182,7 +182,7 @@ fn what_a_killed_one_left_goes_with_the_next() {
         let mut child = images.start(variant);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(images.hierarchy.directory("cofolio-density-0").exists());
+        assert!(images.hierarchy.directory("cofolio-density-0").unwrap().exists());
         images.measure(&["--containers", "3", "--variants", "cofolio-ro"]);
         images.assert_nothing_is_left();
     }

@@ -472,7 +472,9 @@ fn of_commons(error: &CommonsError) -> Classified {
 
 fn of_cgroup(error: &CgroupError) -> Classified {
     match error {
-        CgroupError::NoMemoryController { .. } => code(Exit::Missing),
+        CgroupError::NoMemoryController { .. } | CgroupError::OtherRoot { .. } => {
+            code(Exit::Missing)
+        }
         CgroupError::InUse { .. } => hint(
             Exit::Busy,
             "`cofolio reclaim --all --shared` drops pages that processes map; or set a larger limit",

@@ -16,7 +16,7 @@ use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_store::verity;
 use common::daemon::Daemon;
 use common::machine::{machine, until};
-use common::{Killed, Sandbox, can_mount, cgroup, run_with_input};
+use common::{Killed, Sandbox, can_mount, cgroup, cofolio, run_with_input};
 
 /// Against hanging only.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -288,5 +288,53 @@ fn a_daemon_drops_what_is_left_behind() {
     while cache::resident(&big) > 0 {
         assert!(began.elapsed() < WATCHDOG, "it is still resident");
         std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// In a cgroup namespace the kernel shows a container outside of it at `/../NAME`, where no
+/// directory is. Each refresh took such a container for removed, without a word, and a daemon with
+/// `drop_left_behind` dropped what it had open.
+#[test]
+fn a_daemon_in_a_cgroup_namespace_drops_nothing_of_others() {
+    let test = "a_daemon_in_a_cgroup_namespace_drops_nothing_of_others";
+    let Some((group, sandbox, target, big)) = mounted_beside_a_cgroup(test) else { return };
+    let Some(own) = cgroup(&format!("{test}-own")) else { return };
+    let config = sandbox.text("config.toml");
+    let policy = "[daemon.reclaim]\ndrop_left_behind = true\n";
+    std::fs::write(&config, [AT_ONCE, policy].concat()).unwrap();
+    let hierarchy = Hierarchy::find(Path::new("/")).unwrap();
+    let kind = match hierarchy.version() {
+        Version::V1 => "cgroup -o memory",
+        Version::V2 => "cgroup2",
+    };
+    let top = hierarchy.directory("/").unwrap();
+    let top = top.display();
+    let mount = format!("umount {top} && mount -t {kind} none {top} && exec \"$@\"");
+    for way in [
+        // It sees the mount of the machine, the root of which is `/..` there.
+        "exec unshare --cgroup \"$@\"".to_owned(),
+        // A container has a mount of its own.
+        format!("exec unshare --cgroup --mount sh -c '{mount}' sh \"$@\""),
+    ] {
+        cache::forget(&big);
+        let script = format!("echo 0 > \"$0\" && {way}");
+        let mut command = sandbox.command_of(Path::new("sh"), &["-c", &script]);
+        command.arg(own.procs()).arg(cofolio());
+        command.args(["serve", "--config", &config, "--period", "1"]);
+        let daemon = Daemon::of(&sandbox, &mut command, 1);
+        let warnings = daemon.sample()["warnings"].to_string();
+        assert!(warnings.contains("cgroup namespace"), "{warnings}");
+        // A use counts from the next tick of the ledger's clock.
+        std::thread::sleep(Duration::from_millis(100));
+        std::fs::read(&big).unwrap();
+        let _opener = opener(&format!("{target}/big"), &group);
+        // More than two rounds of the policy.
+        for _ in 0..3 {
+            daemon.sample();
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        let ran = sandbox.run(&["reclaim", "--container", "/", "--json"]).json();
+        assert_eq!(ran["freed_bytes"], 0, "{ran}");
+        assert!(cache::resident(&big) > 0);
     }
 }

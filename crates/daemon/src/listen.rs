@@ -113,6 +113,11 @@ impl SocketFile {
         identity(&self.path).is_ok_and(|it| it == self.identity)
     }
 
+    /// Whether another file has replaced it.
+    pub(crate) fn is_replaced(&self) -> bool {
+        identity(&self.path).is_ok_and(|it| it != self.identity)
+    }
+
     /// Listens at the path once more.
     pub(crate) fn make_again(&self) -> Result<(UnixListener, Self), ListenError> {
         listen_at(&self.path, self.gid)
@@ -388,9 +393,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let (_listener, file) = unix(&path, Some("0")).unwrap();
-        assert!(file.is_in_place());
+        assert!(file.is_in_place() && !file.is_replaced());
         std::fs::remove_file(&path).unwrap();
+        assert!(!file.is_in_place() && !file.is_replaced());
         let (_again, again) = file.make_again().unwrap();
+        assert!(!file.is_in_place() && file.is_replaced());
         drop(file);
         assert!(again.is_in_place());
         drop(again);

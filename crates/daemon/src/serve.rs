@@ -364,9 +364,10 @@ impl Server<'_> {
         let at = self.options.socket.display();
         // Where it cannot be made, the socket may be elsewhere.
         let _ = self.options.run.prepare();
+        let done = if lost.is_replaced() { "replaced" } else { "removed" };
         let listening = lost.make_again();
         let again = if listening.is_ok() { "listening at it again" } else { "cannot listen again" };
-        (self.log)(&format!("somebody removed the socket {at}: {again}"));
+        (self.log)(&format!("somebody {done} the socket {at}: {again}"));
         let (unix, file) = listening?;
         Ok((self.accept(Listener::Unix(unix)).map_err(DaemonError::Start)?, file))
     }

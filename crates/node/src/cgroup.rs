@@ -55,6 +55,20 @@ pub enum CgroupError {
         /// The limit in bytes that was asked for.
         limit_bytes: u64,
     },
+    /// Paths of cgroups in `/proc` do not begin at the root of the mount, so they do not lead to
+    /// their directories.
+    #[error(
+        "no memory cgroup: the root of {} is the cgroup {} and not /, as in a container or a \
+         cgroup namespace",
+        .mount.display(),
+        .root.display()
+    )]
+    OtherRoot {
+        /// Where the hierarchy is mounted.
+        mount: PathBuf,
+        /// The cgroup at the root of the mount, as mountinfo shows it.
+        root: PathBuf,
+    },
     /// The machine has no memory controller that this process can use.
     #[error("no memory cgroup: {reason}")]
     NoMemoryController {
@@ -110,7 +124,8 @@ impl Hierarchy {
     /// Finds the memory controller of the machine under `root` (`/` on a live machine).
     ///
     /// # Errors
-    /// [`CgroupError::NoMemoryController`] with the reason when no mounted hierarchy has it.
+    /// [`CgroupError::NoMemoryController`] with the reason when no mounted hierarchy has it,
+    /// [`CgroupError::OtherRoot`] when no mount shows all of it.
     pub fn find(root: &Path) -> Result<Hierarchy> {
         let path = root.join("proc/self/mountinfo");
         let mounts = mountinfo::parse(&fs::read(&path).map_err(CgroupError::io(path))?);
@@ -120,17 +135,22 @@ impl Hierarchy {
         // A bind mount may show a part of the hierarchy only.
         let is_whole = |mount: &&KernelMount| mount.root == Path::new("/");
         let at = |mount: &KernelMount| {
-            root.join(mount.target.strip_prefix("/").unwrap_or(&mount.target))
+            let path = root.join(mount.target.strip_prefix("/").unwrap_or(&mount.target));
+            match is_whole(&mount) {
+                true => Ok(path),
+                false => Err(CgroupError::OtherRoot { mount: path, root: mount.root.clone() }),
+            }
         };
         let v1 = || mounts.iter().filter(is_v1);
         if let Some(mount) = v1().find(is_whole).or_else(|| v1().next()) {
-            return Ok(Hierarchy { version: Version::V1, mount: at(mount) });
+            return Ok(Hierarchy { version: Version::V1, mount: at(mount)? });
         }
         let v2 = || mounts.iter().filter(is_v2);
-        let Some(mount) = v2().find(is_whole).or_else(|| v2().next()).map(at) else {
+        let Some(mount) = v2().find(is_whole).or_else(|| v2().next()) else {
             let reason = "neither a version 1 memory hierarchy nor cgroup2 is mounted".to_owned();
             return Err(CgroupError::NoMemoryController { reason });
         };
+        let mount = at(mount)?;
         let controllers = read_text(&mount.join("cgroup.controllers"))?;
         if !controllers.split_whitespace().any(|controller| controller == "memory") {
             let reason = format!("{} does not offer the memory controller", mount.display());
@@ -146,8 +166,20 @@ impl Hierarchy {
     }
 
     /// The directory of a cgroup, by its path from the root of the hierarchy.
-    pub fn directory(&self, cgroup: &str) -> PathBuf {
-        self.mount.join(cgroup.trim_start_matches('/'))
+    ///
+    /// # Errors
+    /// `InvalidInput` for a path with `..`: the kernel gives such a path to a cgroup outside of
+    /// this process's cgroup namespace (cgroup_namespaces(7)), and the mount does not show it.
+    pub fn directory(&self, cgroup: &str) -> io::Result<PathBuf> {
+        if cgroup.split('/').any(|name| name == "..") {
+            let what = "outside of this process's cgroup namespace";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        }
+        Ok(self.mount.join(cgroup.trim_start_matches('/')))
+    }
+
+    fn path(&self, cgroup: &str) -> Result<PathBuf> {
+        self.directory(cgroup).map_err(CgroupError::io(cgroup))
     }
 
     /// What a cgroup may hold before the kernel reclaims from it, in bytes: the lowest limit of it
@@ -157,7 +189,7 @@ impl Hierarchy {
             Version::V1 => &["memory.limit_in_bytes"],
             Version::V2 => &["memory.high", "memory.max"],
         };
-        let directory = self.directory(cgroup);
+        let directory = self.directory(cgroup).ok()?;
         let all = directory.ancestors().take_while(|it| it.starts_with(&self.mount));
         all.flat_map(|it| files.iter().filter_map(move |file| limit_in(&it.join(file)).ok()?)).min()
     }
@@ -171,8 +203,9 @@ impl Hierarchy {
     /// above it must exist.
     ///
     /// # Errors
-    /// [`CgroupError::NoMemoryController`] with the kernel's reason: no privilege, or a version 2
-    /// container whose top cgroup has processes of its own.
+    /// [`CgroupError::NoMemoryController`] with the kernel's reason where version 2 does not offer
+    /// memory cgroups there: for one, a container whose top cgroup has processes of its own.
+    /// [`CgroupError::Io`] when the kernel makes no directory: no privilege, or too many cgroups.
     pub fn create(&self, name: &str) -> Result<Cgroup> {
         self.make(name, false)
     }
@@ -187,26 +220,26 @@ impl Hierarchy {
 
     /// A cgroup at the top of the hierarchy that stays, if it exists.
     pub(crate) fn existing(&self, name: &str) -> Option<Cgroup> {
-        let path = self.directory(name);
+        let path = self.directory(name).ok()?;
         path.is_dir().then(|| Cgroup { hierarchy: self.clone(), path, stays: true })
     }
 
     fn make(&self, name: &str, stays: bool) -> Result<Cgroup> {
-        let refused = |path: &Path, error: io::Error| CgroupError::NoMemoryController {
-            reason: format!("{}: {error}", path.display()),
-        };
-        let path = self.directory(name);
+        let path = self.path(name)?;
         let above = path.parent().unwrap_or(&self.mount);
         if self.version == Version::V2 {
             let control = above.join("cgroup.subtree_control");
             let enabled = read_text(&control)?.split_whitespace().any(|c| c == "memory");
             if !enabled {
-                fs::write(&control, "+memory").map_err(|error| refused(&control, error))?;
+                fs::write(&control, "+memory").map_err(|error| {
+                    let reason = format!("{}: {error}", control.display());
+                    CgroupError::NoMemoryController { reason }
+                })?;
             }
         }
         match fs::create_dir(&path) {
             Err(error) if stays && error.kind() == io::ErrorKind::AlreadyExists => {}
-            other => other.map_err(|error| refused(&path, error))?,
+            other => other.map_err(CgroupError::io(&path))?,
         }
         Ok(Cgroup { hierarchy: self.clone(), path, stays })
     }
@@ -223,7 +256,7 @@ impl Hierarchy {
         mut between: impl FnMut(),
     ) -> io::Result<Vec<u32>> {
         let mut found = Vec::new();
-        let mut open = vec![self.directory(cgroup)];
+        let mut open = vec![self.directory(cgroup)?];
         while let Some(directory) = open.pop() {
             between();
             let listed = fs::read_to_string(directory.join("cgroup.procs")).and_then(|text| {
@@ -252,7 +285,7 @@ impl Hierarchy {
     /// # Errors
     /// [`CgroupError::Io`] when the kernel refuses, for instance because a process is in it.
     pub fn remove(&self, name: &str) -> Result<()> {
-        let path = self.directory(name);
+        let path = self.path(name)?;
         match fs::remove_dir(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(CgroupError::io(path)(error))
@@ -302,14 +335,15 @@ impl Cgroup {
     /// its own.
     ///
     /// # Errors
-    /// [`CgroupError::Io`] when the kernel refuses, [`CgroupError::Format`] when
-    /// `/proc/self/cgroup` does not tell where to go back to.
+    /// [`CgroupError::Io`] when the kernel refuses, or when this process is in a cgroup outside of
+    /// its cgroup namespace and could not go back; [`CgroupError::Format`] when `/proc/self/cgroup`
+    /// does not tell where to go back to.
     pub fn enter(&self) -> Result<Inside> {
         let path = PathBuf::from("/proc/self/cgroup");
         let text = read_text(&path)?;
         let home = path_in(&text, self.hierarchy.version)
             .ok_or_else(|| CgroupError::Format { path, what: "has no memory cgroup".to_owned() })?;
-        let back = self.hierarchy.directory(home).join("cgroup.procs");
+        let back = self.hierarchy.path(home)?.join("cgroup.procs");
         fs::write(self.procs(), "0").map_err(CgroupError::io(self.procs()))?;
         let takes_huge_pages = transparent_huge_pages_are_disabled() == Ok(false)
             && disable_transparent_huge_pages(true).is_ok();
@@ -457,6 +491,14 @@ impl ChargedPages {
     }
 }
 
+/// Whether every cgroup of the machine has a path: in a cgroup namespace those of others begin with
+/// `/..`.
+pub(crate) fn are_all_visible(root: &Path) -> bool {
+    // PROC_CGROUP_INIT_INO of `include/linux/proc_ns.h`.
+    let namespace = fs::read_link(root.join("proc/thread-self/ns/cgroup"));
+    namespace.is_ok_and(|link| link == Path::new("cgroup:[4026531835]"))
+}
+
 /// Whether a path of a cgroup is that of `top`, or lies below it.
 pub(crate) fn is_at_or_below(path: &str, top: &str) -> bool {
     let rest = path.strip_prefix(top.trim_end_matches('/'));
@@ -477,7 +519,7 @@ pub(crate) fn of_process(root: &Path, pid: u32, version: Version) -> io::Result<
         && path.as_deref() == Some("/")
         && is_ending(&kernel_text::read(&stat)?)
     {
-        return path_of(processes::other_thread(root, pid).ok_or(io::ErrorKind::NotFound)?);
+        return path_of(processes::other_thread(root, pid)?.ok_or(io::ErrorKind::NotFound)?);
     }
     Ok(path)
 }
@@ -694,6 +736,52 @@ mod tests {
         ]);
         let hierarchy = Hierarchy::find(root.path()).unwrap();
         assert_eq!(hierarchy.mount, root.path().join("sys/fs/cgroup"));
+    }
+
+    /// Such a mount was taken for the whole: no path led to a directory, so all cgroups had ended.
+    #[test]
+    fn a_mount_with_another_root_is_refused() {
+        let of_others = "35 31 0:32 /docker/x /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
+        let in_namespace = "30 23 0:26 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
+        for (text, root) in [(of_others, "cgroup /docker/x and"), (in_namespace, "cgroup /../.. ")]
+        {
+            let planted = plant(&[
+                ("proc/self/mountinfo", text),
+                ("sys/fs/cgroup/cgroup.controllers", "memory\n"),
+            ]);
+            let error = Hierarchy::find(planted.path()).unwrap_err();
+            assert!(matches!(error, CgroupError::OtherRoot { .. }), "{error}");
+            assert!(error.to_string().contains(root), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_path_with_two_dots_has_no_directory() {
+        let hierarchy = Hierarchy::at(Version::V2, Path::new("/top"));
+        for (path, directory) in [("/", "/top/"), ("/a..b/..c", "/top/a..b/..c")] {
+            assert_eq!(hierarchy.directory(path).unwrap(), Path::new(directory));
+        }
+        for path in ["/..", "/../b", "../b", "/a/../b", "/a/.."] {
+            let error = hierarchy.directory(path).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{path}");
+        }
+        let error = hierarchy.create("/../b").unwrap_err().to_string();
+        assert_eq!(error, "/../b: outside of this process's cgroup namespace");
+    }
+
+    /// Whatever kept the kernel from making a directory, the error said that there was no memory
+    /// cgroup.
+    #[test]
+    fn a_cgroup_that_cannot_be_made_is_named() {
+        let top = tempfile::tempdir().unwrap();
+        fs::create_dir(top.path().join("a")).unwrap();
+        let hierarchy = Hierarchy::at(Version::V1, top.path());
+        let failure = |name| match hierarchy.create(name) {
+            Err(CgroupError::Io { path, source }) => (path, source.kind()),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(failure("a"), (top.path().join("a"), io::ErrorKind::AlreadyExists));
+        assert_eq!(failure("b/c"), (top.path().join("b/c"), io::ErrorKind::NotFound));
     }
 
     #[test]

@@ -89,7 +89,7 @@ impl Commons {
     /// missing, and gives it a limit if one is named, of at least [`COMMONS_LIMIT_MIN`].
     ///
     /// # Errors
-    /// [`CgroupError::NoMemoryController`], [`CgroupError::InUse`], [`CgroupError::Io`].
+    /// Those of [`Hierarchy::find`] and of [`Hierarchy::standing`]; [`CgroupError::InUse`].
     pub fn open(name: &str, limit_bytes: Option<u64>) -> Result<Self, CgroupError> {
         let cgroup = Hierarchy::find(Path::new("/"))?.standing(name)?;
         if let Some(bytes) = limit_bytes {

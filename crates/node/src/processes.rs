@@ -71,10 +71,25 @@ pub(crate) fn has_ended(error: &io::Error) -> bool {
 }
 
 /// The numbers of all processes.
+///
+/// # Errors
+/// Those of listing them: a list that is cut short would make processes look as if they had ended.
 pub(crate) fn all(root: &Path) -> io::Result<Vec<u32>> {
-    let names = fs::read_dir(root.join("proc"))?
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    Ok(names.filter_map(|name| name.parse().ok()).collect())
+    Ok(numbered(&root.join("proc"))?.iter().filter_map(|it| number(it)).collect())
+}
+
+fn number(directory: &Path) -> Option<u32> {
+    directory.file_name()?.to_str()?.parse().ok()
+}
+
+/// The entries of a directory that are named by a number.
+pub(crate) fn numbered(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_number = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
+    };
+    let entries: io::Result<Vec<_>> =
+        fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.path())).collect();
+    entries.map(|entries| entries.into_iter().filter(is_number).collect())
 }
 
 /// A thread of a process that shows its memory, files and cgroup: the main one, and another one if that
@@ -83,17 +98,16 @@ pub(crate) fn live_thread(root: &Path, pid: u32) -> u32 {
     // Kernel threads and zombies have no program either, and no other thread.
     match fs::read_link(directory(root, pid).join("exe")) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            other_thread(root, pid).unwrap_or(pid)
+            other_thread(root, pid).ok().flatten().unwrap_or(pid)
         }
         _ => pid,
     }
 }
 
 /// A thread of a process besides its main one.
-pub(crate) fn other_thread(root: &Path, pid: u32) -> Option<u32> {
-    let threads = fs::read_dir(directory(root, pid).join("task")).ok()?;
-    let mut threads = threads.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    threads.find(|thread| *thread != pid)
+pub(crate) fn other_thread(root: &Path, pid: u32) -> io::Result<Option<u32>> {
+    let threads = numbered(&directory(root, pid).join("task"))?;
+    Ok(threads.iter().filter_map(|it| number(it)).find(|thread| *thread != pid))
 }
 
 /// Calls `each` for every file that a process maps until it says that it knows the file, once for

@@ -507,7 +507,7 @@ fn the_commons_give_way_to_containers() {
 /// Cgroups that were removed and that something still holds, of the whole machine.
 fn dying() -> i64 {
     let hierarchy = Hierarchy::find(Path::new("/")).unwrap();
-    let top = hierarchy.directory("/");
+    let top = hierarchy.directory("/").unwrap();
     if hierarchy.version() == Version::V2 {
         let text = fs::read_to_string(top.join("cgroup.stat")).unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix("nr_dying_descendants "));

@@ -4,7 +4,7 @@ use std::fs::{self, DirEntry};
 use std::io::{BufRead as _, BufReader, Lines};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{ChildStderr, Stdio};
+use std::process::{ChildStderr, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -34,12 +34,17 @@ impl Daemon {
     /// With these arguments and no others.
     pub(crate) fn with(sandbox: &Sandbox, args: &[&str]) -> Self {
         let args: Vec<&str> = ["serve"].iter().chain(args).copied().collect();
-        let mut child = Killed::start(sandbox.command(&args).stderr(Stdio::piped()));
+        let sockets = 1 + usize::from(args.contains(&"--listen"));
+        Self::of(sandbox, &mut sandbox.command(&args), sockets)
+    }
+
+    /// By a command that becomes the daemon, which says of so many sockets that it listens there.
+    pub(crate) fn of(sandbox: &Sandbox, command: &mut Command, sockets: usize) -> Self {
+        let mut child = Killed::start(command.stderr(Stdio::piped()));
         let mut tcp = None;
-        let wanted = 1 + usize::from(args.contains(&"--listen"));
         let mut said = BufReader::new(child.0.stderr.take().unwrap()).lines();
         let lines = said.by_ref().map_while(Result::ok);
-        for line in lines.filter(|line| line.contains("listening at")).take(wanted) {
+        for line in lines.filter(|line| line.contains("listening at")).take(sockets) {
             let address = line.split_once("://").map(|(_, at)| at.trim_end_matches('/'));
             tcp = tcp.or(address.map(str::to_owned));
         }

@@ -183,6 +183,7 @@ fn a_daemon_whose_socket_is_removed_listens_again() {
     common::machine::until("all is removed", remove);
     common::machine::until("it listens again", || UnixStream::connect(&daemon.socket).ok());
     let said = daemon.next_line();
+    assert!(said.contains("somebody removed the socket"), "{said}");
     assert!(said.contains("listening at it again"), "{said}");
     assert_eq!(daemon.json("/v1/version")["api"], 1);
     assert_eq!(made(&daemon.socket), before);
@@ -191,7 +192,8 @@ fn a_daemon_whose_socket_is_removed_listens_again() {
     let listener = UnixListener::bind(&other).unwrap();
     std::fs::rename(&other, &daemon.socket).unwrap();
     assert_eq!(daemon.child.0.wait().unwrap().code(), Some(7));
-    assert!(daemon.next_line().contains("somebody removed the socket"));
+    // It said of this one, too, that somebody had removed it.
+    assert!(daemon.next_line().contains("somebody replaced the socket"));
     assert!(daemon.next_line().contains("another process listens"));
     UnixStream::connect(&daemon.socket).unwrap();
     drop(listener);

@@ -51,9 +51,10 @@ struct Slot {
 }
 
 /// The inode number of a cgroup's directory; `None` for one that does not exist. After any other
-/// error nobody knows whether it does.
+/// error nobody knows whether it does: [`Hierarchy::directory`] has one for cgroups that cannot be
+/// seen.
 pub(super) fn inode(hierarchy: &Hierarchy, path: &str) -> io::Result<Option<u64>> {
-    match fs::metadata(hierarchy.directory(path)) {
+    match fs::metadata(hierarchy.directory(path)?) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         found => Ok(Some(found?.ino())),
     }

@@ -244,7 +244,7 @@ impl Pressure {
     /// for memory.
     fn look_at_cgroup(&mut self, path: &str, percent: f64, state: &State) {
         let Ok(hierarchy) = &state.hierarchy else { return };
-        let directory = hierarchy.directory(path);
+        let Ok(directory) = hierarchy.directory(path) else { return };
         let read = |name: &str| std::fs::read_to_string(directory.join(name)).ok();
         let events = match hierarchy.version() {
             Version::V1 => read("memory.failcnt").and_then(|text| text.trim().parse().ok()),
@@ -403,7 +403,7 @@ mod tests {
             ledger.state.root = root.path().to_owned();
             let hierarchy = Hierarchy::at(version, &root.path().join("cgroup"));
             for path in ["/pod/a", "/pod/b"] {
-                std::fs::create_dir_all(hierarchy.directory(path)).unwrap();
+                std::fs::create_dir_all(hierarchy.directory(path).unwrap()).unwrap();
                 let inode = cgroup_ids::inode(&hierarchy, path).unwrap();
                 ledger.state.cgroups.number(path, inode).unwrap();
             }
@@ -475,7 +475,7 @@ mod tests {
         /// Makes a cgroup that has used these objects, each at a time.
         fn used(&mut self, path: &str, objects: &[(u32, u32)]) -> CgroupId {
             let hierarchy = self.ledger.state.hierarchy.as_ref().unwrap();
-            std::fs::create_dir_all(hierarchy.directory(path)).unwrap();
+            std::fs::create_dir_all(hierarchy.directory(path).unwrap()).unwrap();
             let cgroup = self.ledger.state.number_cgroup(path).unwrap().unwrap();
             for (object, time) in objects {
                 self.ledger.state.uses.lists().touch(

@@ -8,9 +8,13 @@ use super::usage::{ObjectId, SuperblockId};
 use super::{Budget, LedgerError, Result};
 use crate::{address_space, processes};
 
-/// The warning where the ledger cannot see who uses objects.
+/// The warnings where the ledger cannot see who uses objects.
 const HIDDEN: &str = "this process is not in the machine's first PID namespace and does not see all \
                       processes: containers may be missing, and no object is known to be unused";
+
+const HIDDEN_CGROUPS: &str = "this process is not in the machine's first cgroup namespace, or a \
+                              part of the memory cgroups is mounted, and does not see all of them: \
+                              containers may be missing, and no object is known to be unused";
 
 /// See the [module](self).
 #[derive(Debug, Default)]
@@ -41,11 +45,16 @@ impl ProcessLooks {
             let path = state.root.join("proc");
             self.left = processes::all(&state.root).map_err(LedgerError::io(path))?;
             self.rounds.begin(state.now());
-            let are_hidden = !processes::are_all_visible(&state.root);
+            let processes = (!processes::are_all_visible(&state.root)).then_some(HIDDEN);
+            let cgroups = state.has_hidden_cgroups().then_some(HIDDEN_CGROUPS);
+            let hidden = [processes, cgroups];
+            let are_hidden = hidden.iter().any(Option::is_some);
             state.unknown.set_hidden(are_hidden, state.now());
             if are_hidden {
-                self.rounds.add_unseen(|| HIDDEN.to_owned());
                 state.unused.note_missed_opens();
+            }
+            for what in hidden.into_iter().flatten() {
+                self.rounds.add_unseen(|| what.to_owned());
             }
         }
         while let Some(pid) = self.left.pop() {
@@ -143,9 +152,24 @@ fn note_mapped(
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::path::Path;
 
     use super::super::{Ledger, of_an_empty_machine};
     use super::*;
+    use crate::cgroup::{CgroupError, Hierarchy, Version};
+
+    /// Says in which namespaces this process is.
+    fn plant_namespaces(root: &Path, pid: &str, cgroup: &str) {
+        let of = root.join("proc/thread-self/ns");
+        fs::create_dir_all(&of).unwrap();
+        for (name, namespace) in [("pid", pid), ("cgroup", cgroup)] {
+            let _ = fs::remove_file(of.join(name));
+            std::os::unix::fs::symlink(namespace, of.join(name)).unwrap();
+        }
+    }
+
+    const FIRST_PID: &str = "pid:[4026531836]";
+    const FIRST_CGROUP: &str = "cgroup:[4026531835]";
 
     /// What a process mapped was in nobody's use if its cgroup could not be read or there was no
     /// room for the use, and was dropped as another container's own.
@@ -169,6 +193,12 @@ mod tests {
         fs::create_dir(plant(2)).unwrap();
         assert_eq!(unknown(&mut state, 2, 2), (false, true));
         assert_eq!(unknown(&mut state, 3, 3), (true, false), "it has ended");
+        // In a cgroup namespace. It was noted for a cgroup that the next refresh took for removed.
+        state.hierarchy = Ok(Hierarchy::at(Version::V2, root.path()));
+        fs::write(plant(4), "0::/../b\n").unwrap();
+        assert_eq!(unknown(&mut state, 5, 4), (false, true));
+        state.refresh_users();
+        assert_eq!(state.cgroups.ended(), []);
         state.uses.bytes_max = 0;
         assert_eq!(unknown(&mut state, 4, 1), (false, true));
     }
@@ -178,9 +208,30 @@ mod tests {
     #[test]
     fn hidden_processes_may_use_everything() {
         let (root, mut ledger) = of_an_empty_machine();
-        fs::create_dir(root.path().join("proc")).unwrap();
+        plant_namespaces(root.path(), "pid:[7]", FIRST_CGROUP);
         assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
         assert_eq!(ledger.processes.rounds.unseen().why, [HIDDEN]);
         assert!(ledger.state.unknown.missed(ledger.state.now()).is_some());
+    }
+
+    /// In a cgroup namespace, and where a part of the cgroups is mounted, those of others have no
+    /// directory. Each refresh took them for removed and dropped what they used as left behind.
+    #[test]
+    fn hidden_cgroups_may_use_everything() {
+        let other_root = CgroupError::OtherRoot { mount: "/m".into(), root: "/docker/x".into() };
+        let at_top = || Ok(Hierarchy::at(Version::V2, Path::new("/nowhere")));
+        for (hierarchy, namespace, why) in [
+            (at_top(), FIRST_CGROUP, None),
+            (at_top(), "cgroup:[7]", Some(HIDDEN_CGROUPS)),
+            (Err(other_root), FIRST_CGROUP, Some(HIDDEN_CGROUPS)),
+        ] {
+            let (root, mut ledger) = of_an_empty_machine();
+            ledger.state.hierarchy = hierarchy;
+            plant_namespaces(root.path(), FIRST_PID, namespace);
+            assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
+            assert_eq!(ledger.processes.rounds.unseen().why, Vec::from_iter(why));
+            let missed = ledger.state.unknown.missed(ledger.state.now());
+            assert_eq!(missed.is_some(), why.is_some());
+        }
     }
 }

@@ -382,8 +382,9 @@ fn scope(state: &State, target: &ReclaimTarget) -> Result<Scope> {
             let path = path.to_string_lossy().into_owned();
             let cgroups: HashSet<CgroupId> = state.cgroups.below(&path).collect();
             let exists = || {
-                let hierarchy = state.hierarchy.as_ref();
-                hierarchy.is_ok_and(|it| it.directory(&path).join("cgroup.procs").exists())
+                let hierarchy = state.hierarchy.as_ref().ok();
+                let directory = hierarchy.and_then(|it| it.directory(&path).ok());
+                directory.is_some_and(|it| it.join("cgroup.procs").exists())
             };
             // Who asks need not be root, and nothing outside of the hierarchy is to be opened.
             let leads_out = Path::new(&path).components().any(|it| it == Component::ParentDir);

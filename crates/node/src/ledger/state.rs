@@ -179,6 +179,14 @@ impl State {
         self.unused.note_missed_opens();
     }
 
+    /// Whether there are cgroups that this process cannot look at.
+    pub(super) fn has_hidden_cgroups(&self) -> bool {
+        match &self.hierarchy {
+            Ok(_) => !cgroup::are_all_visible(&self.root),
+            Err(error) => matches!(error, CgroupError::OtherRoot { .. }),
+        }
+    }
+
     /// The cgroup of a process. `None` if there is no room for it.
     ///
     /// # Errors

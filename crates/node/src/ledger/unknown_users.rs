@@ -4,7 +4,7 @@
 //! |---|---|
 //! | the object and the cgroup | a use in the usage lists |
 //! | the object, or there is no room there | a use by somebody unknown, for an hour |
-//! | nothing: an open was missed, or processes are hidden | a use of any object by somebody unknown, for an hour |
+//! | nothing: an open was missed, or processes or cgroups are hidden | a use of any object by somebody unknown, for an hour |
 
 use std::collections::{HashMap, HashSet};
 
@@ -26,7 +26,7 @@ const UNKNOWN_BYTES: usize = (size_of::<(SuperblockId, ObjectId, u32)>() + 1) * 
 pub(super) struct UnknownUsers {
     /// Whether opened files are watched now.
     is_watched: bool,
-    /// Whether processes are hidden from this one.
+    /// Whether processes, or their cgroups, are hidden from this one.
     are_hidden: bool,
     /// When somebody unknown used an object last.
     unknown: HashMap<(SuperblockId, ObjectId), u32>,
@@ -48,7 +48,7 @@ impl UnknownUsers {
         self.note_missed(now);
     }
 
-    /// While processes are hidden from this one, any of these may use any object.
+    /// While processes or their cgroups are hidden from this one, any of these may use any object.
     pub(super) fn set_hidden(&mut self, are_hidden: bool, now: u32) {
         if are_hidden || self.are_hidden {
             self.note_missed(now);

@@ -40,7 +40,7 @@ use super::sparse::below;
 use super::state::Upper;
 use super::upper::{find_below, make_below};
 use crate::address_space::{is_unanswered, probe_and_access};
-use crate::processes;
+use crate::processes::{self, numbered};
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
 const PREFIX: &str = "superblock-";
@@ -384,7 +384,7 @@ pub(super) fn process_on(
     devices: &[(u32, u32)],
 ) -> io::Result<Option<String>> {
     let mut unanswered = None;
-    for process in numbers(&root.join("proc"))? {
+    for process in numbered(&root.join("proc"))? {
         let pid = process.file_name().and_then(|name| name.to_str()?.parse().ok());
         let thread = pid.map(|pid| processes::directory(root, processes::live_thread(root, pid)));
         let thread = thread.as_ref().unwrap_or(&process);
@@ -447,9 +447,9 @@ fn maps_one_on(process: &Path, mounts: &HashSet<u64>, devices: &[(u32, u32)]) ->
 /// has not ended.
 fn files_of(process: &Path) -> io::Result<Vec<PathBuf>> {
     // All these threads have the same program and mappings and, as a rule, the same files.
-    let mut files = default_unless_exhausted(numbers(&process.join("fd")))?;
+    let mut files = default_unless_exhausted(numbered(&process.join("fd")))?;
     files.push(process.join("exe"));
-    for task in default_unless_exhausted(numbers(&process.join("task")))? {
+    for task in default_unless_exhausted(numbered(&process.join("task")))? {
         files.extend(["cwd", "root"].map(|name| task.join(name)));
     }
     Ok(files)
@@ -534,11 +534,11 @@ pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<boo
     }
     let mut ended = HashSet::new();
     for pass in 1..=PASSES {
-        let Ok(processes) = numbers(&root.join("proc")) else { return true };
+        let Ok(processes) = numbered(&root.join("proc")) else { return true };
         let ended_before = ended.len();
         for task in processes
             .into_iter()
-            .flat_map(|process| numbers(&process.join("task")).unwrap_or_else(|_| vec![process]))
+            .flat_map(|process| numbered(&process.join("task")).unwrap_or_else(|_| vec![process]))
         {
             match ask(&task) {
                 Ok(true) => return true,
@@ -557,14 +557,4 @@ pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<boo
 
 pub(super) fn inode(path: &Path) -> io::Result<u64> {
     fs::metadata(path).map(|metadata| metadata.ino())
-}
-
-/// The entries of a directory that are named by a number.
-fn numbers(dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let is_number = |path: &PathBuf| {
-        path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
-    };
-    let entries: io::Result<Vec<_>> =
-        fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.path())).collect();
-    entries.map(|entries| entries.into_iter().filter(is_number).collect())
 }
