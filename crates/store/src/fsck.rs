@@ -15,7 +15,7 @@ use crate::examine::{Examiner, Reading, Seen, Wrong, reason};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, UNNAMED};
-use crate::store::TEMPORARY;
+use crate::store::{STAGING, TEMPORARY};
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
 
@@ -87,7 +87,7 @@ pub enum FindingKind {
     SignatureAltered,
     /// A profile cannot be read, or is not one of its image.
     ProfileUnreadable,
-    /// A directory of the domain is missing.
+    /// A directory of the domain, or of the store, is missing.
     DirectoryMissing,
     /// A file can be written, belongs to somebody else, or has more than one name.
     Permissions,
@@ -254,8 +254,9 @@ impl Domain {
         if let Some(detail) = self.store().open_to_others()? {
             report.add(Finding::new(FindingKind::Permissions, ".", detail));
         }
-        for directory in domain::directories() {
-            let path = format!("{}/{directory}", self.directory());
+        let of_domain = |name| (name, format!("{}/{name}", self.directory()));
+        let staging = (STAGING, STAGING.to_owned());
+        for (directory, path) in domain::directories().map(of_domain).chain([staging]) {
             match self.disk().stat(&path) {
                 Ok(stat) if stat.mode & 0o022 != 0 => {
                     let detail = format!("mode {:o}: others can change what it holds", stat.mode);
@@ -293,7 +294,7 @@ impl Domain {
         self.fsck_signatures(&mut report)?;
         one.fsck_objects(&users, &mut named, task, &mut report)?;
         for id in self.store().orphaned_staging()? {
-            let path = format!("{}/{id}", crate::store::STAGING);
+            let path = format!("{}/{id}", STAGING);
             report.add(Finding::new(FindingKind::StagingOrphaned, path, "no process holds it"));
         }
         // An import that is being published protects its content last: look again.

@@ -219,7 +219,19 @@ impl Turns {
                 .figure(format!("{what}, ratio of the medians"), with / without, "")
         };
         let goals = judge(Goals::new(size, is_of_this_size), "read-only", |it| it.read_only);
-        judge(goals, "writable", |it| it.writable)
+        judge(goals, "writable", |it| it.writable).figure(
+            "opened files that the ledger does not know",
+            self.unknown_percent(),
+            " %",
+        )
+    }
+
+    #[allow(clippy::cast_precision_loss, reason = "a ratio of files")]
+    fn unknown_percent(&self) -> f64 {
+        let seen = self.turns.iter().filter_map(|turn| turn.ledger);
+        let (opened, known) =
+            seen.fold((0, 0), |(opened, known), it| (opened + it.opened, known + it.known));
+        100.0 * opened.saturating_sub(known) as f64 / opened.max(1) as f64
     }
 }
 

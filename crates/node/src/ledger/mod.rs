@@ -25,6 +25,8 @@
 //! - walks of the usage lists: for a report; for the choice of what to reclaim, one in a round for
 //!   all cgroups under pressure; at the end of a round over all objects, to remove uses of pages
 //!   that have gone; at its beginning, with `inode-share`, over the lists of packs;
+//! - a reclaim that a client asks for: meanwhile only events are taken, and who asks something else
+//!   waits;
 //! - an answer: what uses an object, what images share, the files of an image, which reads all of
 //!   its metadata;
 //! - while the usage lists are more than half full, a count of each cgroup's share after a refresh
