@@ -536,7 +536,7 @@ fn a_full_run_directory_stops_no_unmount() {
     needs_mounts!();
     let fixture = Fixture::new();
     let (run, none) = (fixture.target("run"), rustix::mount::MountFlags::empty());
-    rustix::mount::mount("tmpfs", &run, "tmpfs", none, Some(c"size=256k")).unwrap();
+    rustix::mount::mount("tmpfs", &run, "tmpfs", none, Some(c"size=256k,mode=711")).unwrap();
     let mounter = fixture.mounter();
     let requests = [
         read_only(&fixture, "one"),
