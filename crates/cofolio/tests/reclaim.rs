@@ -318,7 +318,8 @@ fn a_daemon_in_a_cgroup_namespace_drops_nothing_of_others() {
     ] {
         cache::forget(&big);
         let script = format!("echo 0 > \"$0\" && {way}");
-        let mut command = sandbox.command_of(Path::new("sh"), &["-c", &script]);
+        // In guests `sh` is busybox, which has an `unshare` of its own without cgroups.
+        let mut command = sandbox.command_of(Path::new("bash"), &["-c", &script]);
         command.arg(own.procs()).arg(cofolio());
         command.args(["serve", "--config", &config, "--period", "1"]);
         let daemon = Daemon::of(&sandbox, &mut command, 1);

@@ -44,7 +44,8 @@ fn main() -> Result<()> {
     // As /run is. On ext4, replacing a file by a rename starts writing it to the disk.
     let run = dir.join("run");
     fs::create_dir(&run)?;
-    rustix::mount::mount("tmpfs", &run, "tmpfs", rustix::mount::MountFlags::empty(), None)?;
+    let none = rustix::mount::MountFlags::empty();
+    rustix::mount::mount("tmpfs", &run, "tmpfs", none, Some(c"mode=700"))?;
     let result = measure(&dir, containers, arguments.get(2).map(String::as_str));
     // The run directory is a mount of its own on top of that.
     for _ in 0..2 {
