@@ -45,9 +45,9 @@ const CGROUP_PREFIX: &str = "cofolio-balance-";
 ///
 /// Mounts each image read-only and writable. From a cold start, readers go through all files of each
 /// mount, by read(2) and by mmap(2), some of them to their half, and writers change and add files of the
-/// writable ones. Then they do the same again and again, with the same files and the same bytes. Meanwhile the growth of the machine's
-/// page cache is compared with the sum of its items. Needs root, and drops the page cache of the whole
-/// machine.
+/// writable ones. Then they do the same again and again, with the same files and the same bytes.
+/// Meanwhile the growth of the machine's page cache is compared with the sum of its items. Needs root,
+/// and drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
   cofolio-bench balance corpus/out/redis/old corpus/out/redis/new

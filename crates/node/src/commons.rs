@@ -171,7 +171,7 @@ impl Commons {
         for (number, ProfileFile { object, ranges }) in files.iter().enumerate() {
             task.check()?;
             let file = opened.open(object)?;
-            // What is left of a truncated object would pass for all of it.
+            // A truncated object would pass for a whole one.
             if let (None, Ok(found)) = (profile, file.metadata().map(|it| it.len()))
                 && found != total(ranges)
             {
@@ -295,8 +295,8 @@ impl Room<'_> {
         Ok(worth >= before + read_bytes / 2)
     }
 
-    /// Bytes in the commons that are not to be lost: of the image, and what processes map of any.
-    /// For the kernel, what those of other cgroups map is in no use when a cgroup is at its limit.
+    /// Bytes in the commons that are not to be lost: of this image, and mapped ones of any image. At
+    /// the limit the kernel does not look at whether processes of other cgroups use a mapped page.
     fn worth(&self, resident: Resident<'_>) -> Result<u64, CommonsError> {
         Ok(resident()? + self.cgroup.mapped_bytes()?)
     }

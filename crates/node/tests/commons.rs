@@ -227,7 +227,7 @@ fn the_commons_pay_for_what_is_shared() {
     assert!((79 * MIB..=80 * MIB).contains(&profile.bytes()), "{}", profile.bytes());
     profile.write(&all.domain).unwrap();
 
-    // What was opened and has no pages was left out without a word.
+    // An opened file without pages was left out without a word.
     let mut recorder = begin().unwrap();
     (0..2).for_each(|number| drop(Holder::new(&all.library(number), None)));
     recorder.take().unwrap();
@@ -279,7 +279,7 @@ fn what_others_are_charged_for_takes_no_room() {
     all.forget();
 }
 
-/// What this process has had read from disks, in bytes.
+/// Bytes that this process has had read from disks.
 fn read_bytes() -> u64 {
     let text = fs::read_to_string("/proc/self/io").unwrap();
     text.lines().find_map(|line| line.strip_prefix("read_bytes: ")).unwrap().parse().unwrap()
@@ -362,8 +362,8 @@ fn an_image_that_is_read_keeps_its_room() {
     two.forget();
 }
 
-/// For the kernel, what processes of other cgroups map is in no use when a cgroup is at its limit:
-/// to warm another image took 33 of the 48 MiB away that containers mapped.
+/// At the limit of a cgroup the kernel does not look at whether processes of other cgroups use a page
+/// that they map: to warm another image took 33 of the 48 MiB away that containers mapped.
 #[test]
 fn an_image_that_is_mapped_keeps_its_room() {
     let test = "an_image_that_is_mapped_keeps_its_room";
