@@ -140,24 +140,24 @@ impl<'d> PageFiles<'d> {
     ) -> Result<u64, LedgerError> {
         let of_mapping = || {
             let end = ranges.last().map_or(0, |(start, length)| start + length);
-            let found = resident_ranges(file, end)?;
-            Ok(ranges.iter().map(|(start, length)| overlap(&found, *start, *length)).sum())
+            let map = FileMap::new(file, end)?;
+            ranges.iter().map(|(start, length)| map.resident_pages_of(*start, *length)).sum()
         };
         let of_file = || {
             // cachestat would take a length of 0 for the whole file.
             let parts = ranges.iter().filter(|(_, length)| *length > 0);
             let pages = parts.map(|(start, length)| Ok(cachestat(file, *start, *length)?.cached));
-            pages.sum::<io::Result<u64>>().map(|pages| pages * page_size())
+            pages.sum::<io::Result<u64>>()
         };
-        let counted = match self.paths {
+        let pages = match self.paths {
             Some(_) => of_mapping(),
             None => match of_file() {
                 // Before Linux 6.5.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => of_mapping(),
-                counted => counted,
+                pages => pages,
             },
         };
-        counted.map_err(LedgerError::io(object.to_string()))
+        Ok(pages.map_err(LedgerError::io(object.to_string()))? * page_size())
     }
 }
 
@@ -203,26 +203,4 @@ pub(crate) fn resident_ranges(file: impl AsFd, size: u64) -> io::Result<Vec<(u64
         }
     })?;
     Ok(ranges)
-}
-
-/// Resident bytes of a part of a file, as [`resident_ranges`] found them.
-fn overlap(resident: &[(u64, u64)], offset: u64, length: u64) -> u64 {
-    let end = offset + length;
-    let of = |(start, length): &(u64, u64)| {
-        (start + length).min(end).saturating_sub(*start.max(&offset))
-    };
-    resident.iter().map(of).sum()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::overlap;
-
-    #[test]
-    fn overlaps_are_counted_in_bytes() {
-        let resident = [(0, 10), (20, 10)];
-        for (part, bytes) in [((0, 30), 20), ((5, 20), 10), ((10, 10), 0), ((25, 100), 5)] {
-            assert_eq!(overlap(&resident, part.0, part.1), bytes, "{part:?}");
-        }
-    }
 }

@@ -10,6 +10,7 @@ use std::{
     ffi::{c_long, c_void},
     fs::File,
     io,
+    ops::Range,
     os::fd::{AsFd, AsRawFd},
     path::Path,
     ptr,
@@ -174,12 +175,17 @@ impl FileMap {
     /// Asking faults nothing in. Linux tells the truth only to a caller that owns the file or may
     /// write it, and answers "resident" to everybody else (since 5.2, against side channels).
     /// Errors: those of mincore(2); `ENOMEM` cannot happen while the mapping lives.
-    pub fn residency(&self, mut each: impl FnMut(&[Page])) -> io::Result<()> {
+    pub fn residency(&self, each: impl FnMut(&[Page])) -> io::Result<()> {
+        self.residency_of(0..self.len.div_ceil(rustix::param::page_size()), each)
+    }
+
+    /// The same of some pages, which have to be in the mapping.
+    fn residency_of(&self, pages: Range<usize>, mut each: impl FnMut(&[Page])) -> io::Result<()> {
         let page = rustix::param::page_size();
-        let pages = self.len.div_ceil(page);
-        let mut buf = vec![Page(0); pages.min(CHUNK)];
-        for first in (0..pages).step_by(CHUNK) {
-            let count = CHUNK.min(pages - first);
+        assert!(pages.end <= self.len.div_ceil(page), "pages past the end of the mapping");
+        let mut buf = vec![Page(0); pages.len().min(CHUNK)];
+        for first in pages.clone().step_by(CHUNK) {
+            let count = CHUNK.min(pages.end - first);
             // SAFETY: the range lies in the mapping (its last page is mapped whole, even if the
             // file ends inside it); `Page` is a transparent u8 and `buf` holds at least `count`.
             let ret = unsafe {
@@ -200,8 +206,23 @@ impl FileMap {
     /// Counts the resident pages of the mapping. See [`FileMap::residency`].
     /// Errors: those of [`FileMap::residency`].
     pub fn resident_pages(&self) -> io::Result<u64> {
+        self.resident_pages_of(0, self.len())
+    }
+
+    /// Counts the resident pages of `len` bytes from `offset` on, as far as they are mapped. It asks
+    /// about no other pages.
+    /// Errors: those of [`FileMap::residency`].
+    pub fn resident_pages_of(&self, offset: u64, len: u64) -> io::Result<u64> {
+        let to = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(self.len);
+        let (start, end) = (to(offset), to(offset.saturating_add(len)));
+        if start == end {
+            return Ok(0);
+        }
+        let page = rustix::param::page_size();
         let mut resident = 0;
-        self.residency(|run| resident += run.iter().filter(|p| p.is_resident()).count() as u64)?;
+        self.residency_of(start / page..end.div_ceil(page), |run| {
+            resident += run.iter().filter(|p| p.is_resident()).count() as u64;
+        })?;
         Ok(resident)
     }
 

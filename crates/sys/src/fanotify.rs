@@ -78,9 +78,9 @@ impl Opens {
     }
 
     /// Reads some events; none if there are none. Errors: `EBADF`, `EINVAL` and `EFAULT` of
-    /// read(2), and `Unsupported` for events of another version. Any other one stands for an
-    /// event's file, which the kernel opens as it copies the event (`fanotify_read`), and is an
-    /// event here.
+    /// read(2), `Unsupported` for events of another version and `InvalidData` for one that is too
+    /// short. Any other one stands for an event's file, which the kernel opens as it copies the
+    /// event (`fanotify_read`), and is an event here.
     pub fn read(&self) -> io::Result<Vec<Event>> {
         let mut buffer = [0_u8; BUFFER];
         let length = match rustix::io::retry_on_intr(|| rustix::io::read(&self.0, &mut buffer)) {
@@ -121,7 +121,7 @@ fn group(flags: libc::c_uint) -> io::Result<Opens> {
 }
 
 /// The first event in a buffer and its length. Fails where the kernel has another struct for it,
-/// whose fields are none of ours (fanotify(7)).
+/// whose fields are none of ours (fanotify(7)), and for an event that is shorter than that.
 fn split(bytes: &[u8]) -> io::Result<Option<(libc::fanotify_event_metadata, usize)>> {
     const SIZE: usize = size_of::<libc::fanotify_event_metadata>();
     let Some(head) = bytes.get(..SIZE) else { return Ok(None) };
@@ -133,8 +133,13 @@ fn split(bytes: &[u8]) -> io::Result<Option<(libc::fanotify_event_metadata, usiz
         let what = format!("fanotify events of version {}", event.vers);
         return Err(io::Error::new(io::ErrorKind::Unsupported, what));
     }
-    let length = usize::try_from(event.event_len).ok().filter(|length| *length >= SIZE);
-    Ok(length.map(|length| (event, length)))
+    match usize::try_from(event.event_len) {
+        Ok(length) if length >= SIZE => Ok(Some((event, length))),
+        _ => {
+            let what = format!("a fanotify event of {} bytes", event.event_len);
+            Err(io::Error::new(io::ErrorKind::InvalidData, what))
+        }
+    }
 }
 
 #[cfg(test)]
@@ -307,10 +312,10 @@ mod tests {
             let whole = [SIZE, 2 * SIZE, 3 * SIZE + 8].iter().filter(|it| **it <= end).count();
             assert_eq!(found, (10..).take(whole).collect::<Vec<_>>(), "{end}");
         }
-        // A length that is shorter than an event would never end.
+        // It ended the buffer without a word, and the files of the events behind it stayed open.
         let mut empty = [0; SIZE];
         empty[4] = libc::FANOTIFY_METADATA_VERSION;
-        assert!(split(&empty).unwrap().is_none());
+        assert_eq!(split(&empty).unwrap_err().to_string(), "a fanotify event of 0 bytes");
         // The fields of another version were taken for those of this one.
         empty[4] += 1;
         assert_eq!(split(&empty).unwrap_err().kind(), io::ErrorKind::Unsupported);

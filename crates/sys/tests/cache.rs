@@ -48,6 +48,12 @@ fn counts_exactly_what_was_read() {
         read_page(&file, page);
     }
     assert_eq!(map.resident_pages().unwrap(), 5);
+    let of_part =
+        |page, pages| map.resident_pages_of(page * page_size(), pages * page_size()).unwrap();
+    assert_eq!(
+        [(4, 0), (4, 1), (4, 36), (4, 37), (6, 99), (99, 1)].map(|(a, b)| of_part(a, b)),
+        [0, 1, 2, 3, 2, 0]
+    );
     assert_eq!(cachestat(&file, 0, 0).unwrap().cached, 5);
     assert_eq!(cachestat(&file, 0, 5 * page_size()).unwrap().cached, 2, "pages 3 and 4");
 

@@ -19,7 +19,8 @@ use crate::ui::{human_size, plural};
 ///
 /// A running `cofolio serve` is asked, which knows who opened files; whoever may connect to its
 /// socket may do that. Without one it takes root, and only processes that map a file count as its
-/// users.
+/// users. For an hour after the daemon's start, and after it has missed opened files, nobody knows who
+/// uses what was resident then: --container leaves it alone unless --shared is given.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  cofolio reclaim --container web --bytes \"64 MiB\"\n  \

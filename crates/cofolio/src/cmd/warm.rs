@@ -29,8 +29,8 @@ use crate::ui::human_size;
 ///
 /// Once the commons reach their limit, images that are not used give way. Where other images are in
 /// use, this command stops, leaves the rest to containers and says that there was no room. Each
-/// call then still tries a 64th of the limit, so an image that was in use gives way after some tens
-/// of them.
+/// call then still tries a 64th of the limit, so an image that was in use gives way after a few
+/// dozen further calls.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio warm redis:7.0.15\n  \
     cofolio warm --profile redis:7.0.15\n  \

@@ -66,11 +66,11 @@ pub(super) struct Owner {
     pub(super) is_used: bool,
     /// Whether somebody else may use it: somebody unknown does, or users were missed when it was
     /// resident.
-    pub(super) is_doubted: bool,
+    pub(super) is_unsure: bool,
 }
 
 impl Owner {
-    const NONE: Owner = Owner { last_use: 0, group: OUTSIDE, is_used: false, is_doubted: false };
+    const NONE: Owner = Owner { last_use: 0, group: OUTSIDE, is_used: false, is_unsure: false };
 
     fn add(&mut self, time: u32, group: u32, is_user: bool, groups: &Groups) {
         self.last_use = self.last_use.max(time);
@@ -105,7 +105,7 @@ pub(super) struct Owners<'l> {
 impl Owners<'_> {
     pub(super) fn of(&self, object: ObjectId) -> Owner {
         let mut owner = self.used.get(&object).copied().unwrap_or(Owner::NONE);
-        owner.is_doubted |= self.missed.is_some_and(|time| self.index.counts_use(object, time));
+        owner.is_unsure |= self.missed.is_some_and(|time| self.index.counts_use(object, time));
         owner
     }
 
@@ -130,7 +130,7 @@ impl State {
             if self.index.counts_use(object, time) {
                 let owner = used.entry(object).or_insert(Owner::NONE);
                 owner.last_use = owner.last_use.max(time);
-                owner.is_doubted = true;
+                owner.is_unsure = true;
             }
         }
         Owners { index: &self.index, used, missed: self.unknown.missed(self.now()) }

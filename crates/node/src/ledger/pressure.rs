@@ -277,7 +277,7 @@ impl Pressure {
         let groups = Groups::new(cgroups, above.iter().copied());
 
         let owners = state.owners(&groups, |usage| state.is_of_resident(usage));
-        let found = owners.iter().filter(|(_, owner)| !owner.is_doubted);
+        let found = owners.iter().filter(|(_, owner)| !owner.is_unsure);
         let found = found.filter_map(|(id, owner)| Some((owner.last_use, id, owner.group()?)));
         let mut objects: Vec<_> = found.collect();
         objects.sort_unstable();
@@ -299,7 +299,7 @@ impl Pressure {
         });
         let is_left = |id: &ObjectId| !owners.of(*id).is_used;
         let objects: HashSet<ObjectId> = noted.iter().copied().filter(is_left).collect();
-        let is_known = |id: &ObjectId| !owners.of(*id).is_doubted;
+        let is_known = |id: &ObjectId| !owners.of(*id).is_unsure;
         let unused: HashSet<ObjectId> = objects.iter().copied().filter(is_known).collect();
         *state.unused.left_behind() = objects;
         let objects = unused.iter().copied().collect();

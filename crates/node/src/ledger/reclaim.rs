@@ -117,20 +117,20 @@ impl Candidates {
     fn new(
         objects: Vec<ObjectId>,
         is_shared: impl Fn(ObjectId) -> bool,
-        is_doubted: impl Fn(ObjectId) -> bool,
+        is_unsure: impl Fn(ObjectId) -> bool,
     ) -> Self {
         let mut unsure = 0;
         let (shared, objects) = objects.into_iter().partition(|id| {
-            let is_unsure = !is_shared(*id) && is_doubted(*id);
-            unsure += u64::from(is_unsure);
-            is_unsure || is_shared(*id)
+            let (is_shared, is_unsure) = (is_shared(*id), is_unsure(*id));
+            unsure += u64::from(is_unsure && !is_shared);
+            is_unsure || is_shared
         });
         Self { objects, shared, unsure }
     }
 
     /// Others share an object if they use it.
     fn owned(objects: Vec<ObjectId>, owners: &Owners<'_>) -> Self {
-        Self::new(objects, |id| owners.of(id).is_shared(), |id| owners.of(id).is_doubted)
+        Self::new(objects, |id| owners.of(id).is_shared(), |id| owners.of(id).is_unsure)
     }
 }
 

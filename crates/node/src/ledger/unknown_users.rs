@@ -94,6 +94,8 @@ impl UnknownUsers {
 
     pub(super) fn remove_mounts(&mut self, mounts: &[SuperblockId]) {
         if !mounts.is_empty() {
+            // Both may be many.
+            let mounts: HashSet<_> = mounts.iter().collect();
             self.unknown.retain(|(mount, _), _| !mounts.contains(mount));
         }
     }
