@@ -223,7 +223,7 @@ fn fsck_names_every_kind_of_damage() {
     write_layout(&layout, "box:1", &[layer], json!({}));
     // (what is done, finding, exit codes of fsck and of fsck --quick)
     type Harm = fn(&Damaged);
-    let cases: [(Harm, &str, i32, i32); 23] = [
+    let cases: [(Harm, &str, i32, i32); 24] = [
         (|d| d.remove(&d.object), "object-missing", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes.truncate(3)), "object-truncated", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes[0] ^= 1), "object-altered", 4, 0),
@@ -248,6 +248,7 @@ fn fsck_names_every_kind_of_damage() {
         (|d| d.open_up(&d.object), "permissions", 0, 0),
         (|d| fs::write(d.domain.join("objects/notes"), "").unwrap(), "unexpected-entry", 0, 0),
         (|d| fs::create_dir(d.store.join("staging/dead")).unwrap(), "staging-orphaned", 0, 0),
+        (|d| fs::remove_dir(d.store.join("staging")).unwrap(), "staging-missing", 0, 0),
     ];
     for (harm, kind, code, quick) in cases {
         let sandbox = Sandbox::new();

@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 fn json(args: &Args, checked: &Checked) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(&checked.report)?;
     value["damaged"] = checked.report.is_damaged().into();
-    if checked.had_damage {
+    if checked.had_damage || !checked.repaired.is_empty() {
         value["repaired"] = serde_json::to_value(&checked.repaired)?;
         value["mounted_before"] = serde_json::to_value(&checked.mounts)?;
     }
