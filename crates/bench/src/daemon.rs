@@ -30,7 +30,7 @@ impl Daemon {
             || -> Result<PathBuf> { Ok(std::env::current_exe()?.with_file_name("cofolio")) };
         let program = program.map_or_else(beside, |it| Ok(it.to_owned()))?;
         let store = domain.store().path().context("the store has no directory")?;
-        let run = RunDir::of(domain.store());
+        let run = RunDir::of(domain.store())?;
         let socket = run.path().join("cofolio.sock");
         let mut command = Command::new(&program);
         command.args(["serve", "--socket"]).arg(&socket).arg("--config").arg(config);

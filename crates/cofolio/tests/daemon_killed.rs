@@ -340,7 +340,7 @@ fn daemon_that_is_always_at_upkeep() {
         },
     };
     let options = Options {
-        run: RunDir::at(run.join(store.id())),
+        run: RunDir::open(run.join(store.id())).unwrap(),
         socket: run.join("cofolio.sock"),
         store,
         group: None,

@@ -374,7 +374,7 @@ mod tests {
         let heard = Mutex::new(Vec::new());
         let said = |text: &str| heard.lock().unwrap().push(text.to_owned());
         let scratch = tempfile::tempdir().unwrap();
-        let runs = RunDir::at(scratch.path().join("run"));
+        let runs = RunDir::open(scratch.path().join("run")).unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| run(work, store, &runs, &settings, &done, &cancel, &said));
             let start = Instant::now();

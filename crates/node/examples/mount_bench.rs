@@ -72,7 +72,7 @@ fn measure(dir: &Path, containers: usize, image: Option<&str>) -> Result<serde_j
         }
         None => build(&domain)?,
     };
-    let mounter = Mounter::new(&domain, RunDir::at(dir.join("run")), &ImageContents);
+    let mounter = Mounter::new(&domain, RunDir::open(dir.join("run"))?, &ImageContents);
     let targets: Vec<PathBuf> = (0..containers).map(|n| dir.join(format!("c{n}"))).collect();
     targets.iter().try_for_each(fs::create_dir)?;
     let request = |target: &Path, writable: bool| MountRequest {

@@ -12,6 +12,7 @@ pub mod ledger;
 pub mod links;
 pub mod mount;
 pub mod names;
+pub(crate) mod owner;
 pub(crate) mod page_files;
 pub mod policy;
 pub mod probe;

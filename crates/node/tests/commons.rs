@@ -104,7 +104,7 @@ impl Libraries {
     }
 
     fn run(&self) -> RunDir {
-        RunDir::at(self.dir.path().join("run"))
+        RunDir::open(self.dir.path().join("run")).unwrap()
     }
 
     fn target(&self) -> PathBuf {

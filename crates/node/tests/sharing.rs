@@ -63,7 +63,7 @@ impl Pair {
     }
 
     fn mounter(&self) -> Mounter<'_> {
-        let run = RunDir::at(self.dir.path().join("run"));
+        let run = RunDir::open(self.dir.path().join("run")).unwrap();
         Mounter::new(&self.domain, run, &ImageContents)
     }
 
@@ -420,7 +420,7 @@ fn domains_share_nothing() {
         let theirs = pair.domain.store().domain_or_create("tenant").unwrap();
         let images = import(&theirs, pair.dir.path(), (backend, form));
         assert_eq!(images, pair.images, "the same content");
-        let run = RunDir::at(pair.dir.path().join("run"));
+        let run = RunDir::open(pair.dir.path().join("run")).unwrap();
         let mounter = Mounter::new(&theirs, run, &ImageContents);
         let ours = pair.mount(0, "on-one").join("shared");
         for (image, name, file) in [(0, "same", "shared"), (1, "theirs", "deep/other")] {

@@ -239,7 +239,7 @@ pub(crate) fn clean(dirs: &[PathBuf], domain: &Domain) -> Result<()> {
             }
         }
     }
-    Mounter::new(domain, RunDir::of(domain.store()), &ImageContents).reconcile()?;
+    Mounter::new(domain, RunDir::of(domain.store())?, &ImageContents).reconcile()?;
     Ok(())
 }
 

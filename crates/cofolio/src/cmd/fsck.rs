@@ -60,7 +60,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = store.waits_until(interrupt::cancel()).domain(&context.global.domain)?;
     let doing = if args.repair { "repairing" } else { "checking" };
     let repair = args.repair.then_some(&sources[..]);
-    let fsck = |task: &_| context.upkeep(&domain).fsck(!args.quick, repair, task);
+    let upkeep = context.upkeep(&domain)?;
+    let fsck = |task: &_| upkeep.fsck(!args.quick, repair, task);
     let mut checked = context.work(doing, "object", fsck)?;
     checked.report.findings.extend(of_meta);
     for (number, why) in &checked.failed {

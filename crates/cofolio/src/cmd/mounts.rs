@@ -30,11 +30,11 @@ type Names = BTreeMap<Digest, String>;
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let mounter = context.mounter(&domain);
+    let mounter = context.mounter(&domain)?;
     let mut failed = Vec::new();
     if args.reconcile {
         context.needs_root("cleaning up")?;
-        Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
+        Containers::new(context.mounter(&domain)?).reconcile(&mut failed)?;
         failed.extend(mounter.reconcile()?.failed);
         for failed in &failed {
             context.ui.error(&format!("could not be cleaned up: {failed}"), None);

@@ -224,7 +224,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         request.options.writable_dirs = dirs;
     }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
-    let mut mounter = context.mounter(&domain);
+    let mut mounter = context.mounter(&domain)?;
     if let Some(work) = &work {
         mounter = mounter.with_task(&work.task);
     }

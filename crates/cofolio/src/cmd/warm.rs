@@ -99,7 +99,7 @@ fn warm(
     images: Vec<Named>,
     context: &Context<'_>,
 ) -> Outcome {
-    let run = context.run_dir_of(domain.store());
+    let run = context.run_dir_of(domain.store())?;
     let mut all = Vec::new();
     for image in images {
         let profile = args.profile.then(|| Profile::read(domain, &image.digest)).transpose()?;

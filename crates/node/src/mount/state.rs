@@ -35,6 +35,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
+use crate::owner::{is_own, may_others_write};
 use crate::settings::Backend;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Purpose, Store, replace_file};
@@ -288,13 +289,22 @@ const RECORD_SIZE_MAX: u64 = 1 << 20;
 
 impl RunDir {
     /// The run directory of a store: `/run/cofolio/<store-id>`, or below `COFOLIO_RUN`.
-    pub fn of(store: &Store) -> Self {
-        Self::at(store.run_dir())
+    ///
+    /// # Errors
+    /// Those of [`RunDir::open`].
+    pub fn of(store: &Store) -> Result<Self, MountError> {
+        Self::open(store.run_dir())
     }
 
-    /// A run directory elsewhere. It is made when the first mount is.
-    pub fn at(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), waiting: Cancel::default() }
+    /// A run directory elsewhere. It may be missing: the first mount makes it. It is refused if
+    /// another user could have written its records, which say what to unmount and to remove.
+    ///
+    /// # Errors
+    /// [`MountError::RunDirectory`], [`MountError::Io`].
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self, MountError> {
+        let run = Self { path: path.into(), waiting: Cancel::default() };
+        run.check_owner()?;
+        Ok(run)
     }
 
     /// The same directory; `cancel` ends the waiting for its locks.
@@ -311,12 +321,8 @@ impl RunDir {
         &self.path
     }
 
-    /// Fails if another user could have written its records, which say what to unmount and to
-    /// remove. Missing directories are nobody's.
-    ///
-    /// # Errors
-    /// [`MountError::RunDirectory`], [`MountError::Io`].
-    pub fn check_owner(&self) -> Result<(), MountError> {
+    /// Fails as [`RunDir::open`] does. Missing directories are nobody's.
+    fn check_owner(&self) -> Result<(), MountError> {
         let above = self.path.parent().map(|above| (above, fs::metadata(above)));
         // A link of its name could be anybody's.
         let here = Some((self.path(), fs::symlink_metadata(&self.path)));
@@ -328,10 +334,10 @@ impl RunDir {
             let (owner, mode) = (found.uid(), found.mode());
             let problem = if !found.is_dir() {
                 "is no directory".to_owned()
-            } else if owner != 0 && owner != rustix::process::geteuid().as_raw() {
+            } else if !is_own(owner) {
                 format!("belongs to user {owner}")
-            } else if mode & 0o002 != 0 && (mode & 0o1000 == 0 || path == self.path) {
-                format!("can be written by everybody (mode {:o})", mode & 0o7777)
+            } else if may_others_write(mode) && (mode & 0o1000 == 0 || path == self.path) {
+                format!("can be written by other users (mode {:o})", mode & 0o7777)
             } else {
                 continue;
             };
@@ -344,7 +350,7 @@ impl RunDir {
     /// systemd, services see mounts in here, as they see those of container engines.
     ///
     /// # Errors
-    /// Those of [`RunDir::check_owner`].
+    /// Those of [`RunDir::open`], since somebody else may have made the directory meanwhile.
     pub fn prepare(&self) -> Result<(), MountError> {
         self.check_owner()?;
         // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
@@ -682,7 +688,7 @@ mod tests {
     fn a_lock_is_given_up_although_a_copy_of_it_is_open() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("locks")).unwrap();
-        let (run, image) = (RunDir::at(dir.path()), Digest([1; 32]));
+        let (run, image) = (RunDir::open(dir.path()).unwrap(), Digest([1; 32]));
         let lock = run.lock_image(&image).unwrap();
         let _copy = lock._lock.0.try_clone().unwrap();
         assert!(run.try_lock_image(&image).unwrap().is_none());
@@ -706,7 +712,7 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        RunDir::at(dir.path().join("one/run")).prepare().unwrap();
+        RunDir::open(dir.path().join("one/run")).unwrap().prepare().unwrap();
         let made = ["one", "one/run", "one/run/mounts", "one/run/containers"];
         for (made, mode) in made.into_iter().zip([0o711, 0o711, 0o700, 0o711]) {
             let found = dir.path().join(made).metadata().unwrap().permissions().mode() & 0o777;
@@ -718,26 +724,29 @@ mod tests {
     #[test]
     fn a_run_directory_of_others_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let run = RunDir::at(dir.path().join("base/run"));
-        run.check_owner().unwrap();
-        run.prepare().unwrap();
+        let open = || RunDir::open(dir.path().join("base/run"));
+        open().unwrap().prepare().unwrap();
+        let opened = open().unwrap();
         let mode = |name: &str, mode| {
             fs::set_permissions(dir.path().join(name), Permissions::from_mode(mode)).unwrap();
         };
-        let problem = || match run.check_owner() {
+        let problem = || match open() {
             Err(MountError::RunDirectory { path, problem }) => {
                 (path.strip_prefix(dir.path()).unwrap().to_owned(), problem)
             }
             other => panic!("{other:?}"),
         };
-        mode("base", 0o777);
-        let everybody = "can be written by everybody (mode 777)".to_owned();
-        assert_eq!(problem(), ("base".into(), everybody.clone()));
-        mode("base", 0o1777);
-        run.check_owner().unwrap();
-        mode("base/run", 0o777);
-        assert_eq!(problem(), ("base/run".into(), everybody));
-        mode("base/run", 0o711);
+        // The group passed, although all of its members can write.
+        for bits in [0o777, 0o731] {
+            let others = format!("can be written by other users (mode {bits:o})");
+            mode("base", bits);
+            assert_eq!(problem(), ("base".into(), others.clone()));
+            mode("base", bits | 0o1000);
+            open().unwrap();
+            mode("base/run", bits);
+            assert_eq!(problem(), ("base/run".into(), others));
+            mode("base/run", 0o711);
+        }
         if rustix::process::geteuid().is_root() {
             for name in ["base", "base/run"] {
                 std::os::unix::fs::chown(dir.path().join(name), Some(65534), None).unwrap();
@@ -748,15 +757,18 @@ mod tests {
         fs::rename(dir.path().join("base/run"), dir.path().join("elsewhere")).unwrap();
         std::os::unix::fs::symlink("../elsewhere", dir.path().join("base/run")).unwrap();
         assert_eq!(problem(), ("base/run".into(), "is no directory".to_owned()));
-        assert!(matches!(run.prepare(), Err(MountError::RunDirectory { .. })));
+        assert!(matches!(opened.prepare(), Err(MountError::RunDirectory { .. })));
     }
 
     #[test]
     fn ids_are_never_paths() {
-        let run = RunDir::at("/run/cofolio/x");
+        let run = RunDir::open("/run/cofolio/x").unwrap();
         assert!(is_id(&run.id_of(Path::new("/mnt"))));
         assert_ne!(run.id_of(Path::new("/mnt")), run.id_of(Path::new("/mnt2")));
-        assert_ne!(run.id_of(Path::new("/mnt")), RunDir::at("/r").id_of(Path::new("/mnt")));
+        assert_ne!(
+            run.id_of(Path::new("/mnt")),
+            RunDir::open("/r").unwrap().id_of(Path::new("/mnt"))
+        );
         for text in ["", "..", "../../etc/passwd", "01234567-0123456789abcde/", "a-b"] {
             assert!(!is_id(text), "{text}");
         }

@@ -265,7 +265,7 @@ mod tests {
         let scratch = tempfile::tempdir().unwrap();
         let store = Store::init(&scratch.path().join("store"), &InitOptions::default()).unwrap();
         let domain = store.domain_or_create("default").unwrap();
-        let run = RunDir::at(scratch.path().join("run"));
+        let run = RunDir::open(scratch.path().join("run")).unwrap();
         let containers = Containers::new(Mounter::new(&domain, run, &ImageContents));
         let mut start = Command::new("sh");
         start.args(["-c", script]);

@@ -36,7 +36,8 @@ fn mounted(layers: &[Blob], access: Access, look: impl Fn(&Path)) {
     let dir = bench.dir.path().canonicalize().unwrap();
     let target = dir.join("target");
     fs::create_dir(&target).unwrap();
-    let mounter = Mounter::new(&bench.domain, RunDir::at(dir.join("run")), &ImageContents);
+    let mounter =
+        Mounter::new(&bench.domain, RunDir::open(dir.join("run")).unwrap(), &ImageContents);
     mounter.mount(&MountRequest { access, ..MountRequest::new(image, &target) }).unwrap();
     let looked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| look(&target)));
     let options = UmountOptions::default();

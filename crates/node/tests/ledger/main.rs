@@ -82,7 +82,7 @@ impl Pair {
     }
 
     fn run(&self) -> RunDir {
-        RunDir::at(self.dir.path().join("run"))
+        RunDir::open(self.dir.path().join("run")).unwrap()
     }
 
     fn mounter(&self) -> Mounter<'_> {

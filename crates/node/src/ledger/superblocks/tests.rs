@@ -74,7 +74,7 @@ impl Proc {
     }
 
     fn ledger(&self) -> Ledger {
-        let mut ledger = Ledger::new(self.store(), RunDir::at(self.root().join("run")));
+        let mut ledger = Ledger::new(self.store(), RunDir::open(self.root().join("run")).unwrap());
         ledger.refresh(&Budget::UNLIMITED).unwrap();
         ledger.state.root = self.root().to_owned();
         ledger.state.hierarchy = Hierarchy::find(Path::new("/nowhere"));

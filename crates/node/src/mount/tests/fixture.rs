@@ -203,7 +203,7 @@ impl Fixture {
     }
 
     pub(crate) fn run_dir(&self) -> RunDir {
-        RunDir::at(self.path("run"))
+        RunDir::open(self.path("run")).unwrap()
     }
 
     pub(crate) fn mounter(&self) -> Mounter<'_> {
