@@ -21,7 +21,8 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::Hierarchy,
     ledger::Ledger,
-    mount::{Access, MountRecord, MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRecord, MountRequest, Mounter, UmountOptions},
+    run_dir::RunDir,
 };
 use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, task::Cancel};
 use cofolio_sys::cache::{self, FileMap, page_size};

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cofolio_daemon::Client;
-use cofolio_node::{ledger::Report, mount::RunDir};
+use cofolio_node::{ledger::Report, run_dir::RunDir};
 use cofolio_store::Domain;
 use rustix::process::{Pid, Signal, kill_process};
 

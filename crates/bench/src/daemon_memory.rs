@@ -22,7 +22,7 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::Hierarchy,
     ledger::{Budget, Ledger, thread_time},
-    mount::RunDir,
+    run_dir::RunDir,
 };
 use cofolio_store::{
     Contents as _, Digest, Domain, FileKind, ImportOptions, Publish, Ref, task::Cancel,

@@ -21,8 +21,9 @@ use cofolio_image::{
 };
 use cofolio_node::settings::Backend;
 use cofolio_node::{
-    mount::{MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{MountRequest, Mounter, UmountOptions},
     probe::{self, Presence},
+    run_dir::RunDir,
 };
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, FileKind, FileName};

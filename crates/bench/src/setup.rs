@@ -12,7 +12,8 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::{Digest, Domain};
 use rustix::mount::UnmountFlags;

@@ -21,6 +21,7 @@ use cofolio_node::ledger::LedgerError;
 use cofolio_node::mount::{Code, MountError};
 use cofolio_node::names::NameError;
 use cofolio_node::profile::ProfileError;
+use cofolio_node::run_dir::RunDirError;
 use cofolio_node::upkeep::UpkeepError;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{ErrorKind, StoreFile};
@@ -60,8 +61,8 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     }
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
-        of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep,
-        of_commons, of_cgroup, of_profile, of_run, of_ledger, of_daemon, of_client
+        of_name, of_run_dir, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend,
+        of_upkeep, of_commons, of_cgroup, of_profile, of_run, of_ledger, of_daemon, of_client
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -78,6 +79,9 @@ const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
 const DAMAGED_PROFILE: &str = "`cofolio profile record IMAGE` makes another one (with --rw also of \
      where it writes); `cofolio profile rm IMAGE` removes it";
+
+const UNTRUSTED_RUN_DIR: &str = "--run-dir DIR or COFOLIO_RUN says where it is: below a directory that only \
+     this user or root can write to";
 
 /// What mends a damaged file of the store, by its path relative to the store.
 pub fn mending(path: &str) -> &'static str {
@@ -263,6 +267,13 @@ fn of_registry(error: &RegistryError) -> Classified {
     }
 }
 
+fn of_run_dir(error: &RunDirError) -> Classified {
+    match error {
+        RunDirError::Untrusted { .. } => hint(Exit::Missing, UNTRUSTED_RUN_DIR),
+        _ => CAUSE,
+    }
+}
+
 fn of_mount(error: &MountError) -> Classified {
     let exit = match (error, error.code()) {
         (MountError::Store(error), _) => return of_store(error),
@@ -313,9 +324,7 @@ fn of_mount(error: &MountError) -> Classified {
             "--create makes the directory (its parent must exist)".into()
         }
         MountError::NoPrivilege { .. } => "run as root".into(),
-        MountError::RunDirectory { .. } => {
-            "--run-dir DIR or COFOLIO_RUN says where it is: below a directory that only this user or root can write to".into()
-        }
+        MountError::RunDirectory { .. } => UNTRUSTED_RUN_DIR.into(),
         MountError::NoFeature { .. } => "`cofolio doctor` says what this machine offers".into(),
         MountError::NoVerity { .. } => {
             "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has".into()

@@ -5,8 +5,9 @@ use std::process::{Command, Stdio};
 
 use cofolio_cli::interrupt;
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{MountState, Mounter, RunDir};
+use cofolio_node::mount::{MountState, Mounter};
 use cofolio_node::names;
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::upkeep::Upkeep;
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};

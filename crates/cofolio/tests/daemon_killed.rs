@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_daemon::{Options, Schedule, Settings};
 use cofolio_node::cgroup::{Cgroup, Hierarchy};
-use cofolio_node::mount::RunDir;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::Store;
 use common::{Sandbox, can_mount, skip};
 use serde_json::{Value, json};

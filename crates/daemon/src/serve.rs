@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use cofolio_node::ledger::{Ledger, ReclaimPolicy};
-use cofolio_node::mount::RunDir;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
 use rustix::fs::{FlockOperation, flock};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_image::pack::ImageContents;
 use cofolio_node::config::Limit;
-use cofolio_node::mount::RunDir;
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::upkeep::{self, Upkeep, UpkeepError};
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{CompleteScrub, Domain, Error, ScrubOptions, Store, with_causes};

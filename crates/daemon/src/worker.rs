@@ -404,7 +404,7 @@ impl Due {
 mod tests {
     use cofolio_node::config::Limit;
     use cofolio_node::ledger::ReclaimPolicy;
-    use cofolio_node::mount::RunDir;
+    use cofolio_node::run_dir::RunDir;
     use cofolio_store::{InitOptions, Store};
 
     use super::*;

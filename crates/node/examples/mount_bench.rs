@@ -21,7 +21,8 @@ use cofolio_image::import::{self};
 use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_node::cgroup::Hierarchy;
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store};
 

@@ -19,9 +19,9 @@ use crate::cache::named_objects;
 use crate::cgroup::{Cgroup, CgroupError, ChargedPages, Hierarchy};
 use crate::config::{COMMONS_LIMIT_MIN, Size};
 use crate::ledger::LedgerError;
-use crate::mount::RunDir;
 use crate::page_files::{PageFiles, read_ahead};
 use crate::profile::{Profile, ProfileFile};
+use crate::run_dir::RunDir;
 
 /// What reading ahead has done. Sizes are bytes of whole pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]

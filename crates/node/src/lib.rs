@@ -18,6 +18,7 @@ pub mod policy;
 pub mod probe;
 pub(crate) mod processes;
 pub mod profile;
+pub mod run_dir;
 pub mod settings;
 pub mod survey;
 pub mod upkeep;

@@ -17,7 +17,8 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::{Cgroup, Hierarchy},
     commons::Commons,
-    mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRequest, Mounter, UmountOptions},
+    run_dir::RunDir,
 };
 use cofolio_store::{
     Digest, Domain,

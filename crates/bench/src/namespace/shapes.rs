@@ -11,8 +11,9 @@ use anyhow::{Context, Result, ensure};
 use cofolio_image::pack::{ImageContents, PackOptions, pack, segment::Form};
 use cofolio_node::settings::Backend;
 use cofolio_node::{
-    mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRequest, Mounter, UmountOptions},
     probe::{self, Presence},
+    run_dir::RunDir,
     upkeep::bases,
 };
 use cofolio_store::task::Task;

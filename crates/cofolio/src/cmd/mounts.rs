@@ -2,7 +2,8 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord, RunDir};
+use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::Backend;
 use cofolio_store::Digest;
 

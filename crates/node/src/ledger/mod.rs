@@ -75,7 +75,7 @@ use self::report::Reported;
 use self::residency_looks::ResidencyLooks;
 use self::state::State;
 use crate::cgroup::CgroupError;
-use crate::mount::RunDir;
+use crate::run_dir::RunDir;
 
 pub use account::{
     ContainerAccount, DomainAccount, ImageAccount, Machine, Report, Unknown, UsedImage,

@@ -335,7 +335,7 @@ mod tests {
     use super::super::usage::{CgroupId, SuperblockId};
     use super::*;
     use crate::cgroup::Hierarchy;
-    use crate::mount::RunDir;
+    use crate::run_dir::RunDir;
 
     #[test]
     fn pressure_is_read() {

@@ -258,7 +258,7 @@ mod tests {
     use cofolio_store::{InitOptions, Store};
 
     use super::*;
-    use crate::mount::RunDir;
+    use crate::run_dir::RunDir;
 
     /// Records a container that never mounts anything, cancelled. Its process is a shell.
     fn cancelled(script: &str) -> ProfileError {

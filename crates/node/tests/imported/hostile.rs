@@ -5,7 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 
 use crate::support::*;
 

@@ -34,8 +34,9 @@ use cofolio_node::ledger::{
     Budget, ContainerAccount, FileOrder, ImageFile, Ledger, LedgerError, ReclaimPolicy,
     ReclaimRequest, ReclaimTarget, Reclaimed, Report, UsedImage,
 };
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
 use cofolio_node::profile::Recorder;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Store};
 use live::{Holder, alone, cgroup, next_tick};

@@ -9,6 +9,7 @@ use std::sync::mpsc;
 
 use super::fixture::{Fixture, needs_inode_share, needs_mounts};
 use super::*;
+use crate::run_dir::list;
 
 /// A user of a mount: where it reads, and what ends it.
 pub(super) struct User {
