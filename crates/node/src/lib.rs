@@ -20,6 +20,7 @@ pub(crate) mod processes;
 pub mod profile;
 pub mod run_dir;
 pub mod settings;
+pub mod size;
 pub mod survey;
 pub mod upkeep;
 

@@ -1,4 +1,4 @@
-use cofolio_node::config::Size;
+use cofolio_node::size::Size;
 use cofolio_node::upkeep::{self, Report};
 use cofolio_store::{GcReport, ITSELF, TrimPlan};
 

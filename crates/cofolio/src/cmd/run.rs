@@ -41,7 +41,7 @@ use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
 use crate::progress::Work;
 use crate::trust::{ArrivalArgs, TrustArgs};
-use cofolio_node::config::Size;
+use cofolio_node::size::Size;
 
 /// Docker's exit statuses of containers that could not be started.
 const NOT_STARTED: u8 = 125;
