@@ -61,8 +61,8 @@ pub enum MountError {
     PinnedWithoutVerity(Digest),
     /// A file of the image that is mounted was replaced since.
     #[error(
-        "image {image} cannot be checked: it is mounted from a file that was replaced since, and \
-         its mounts and the images over it ({users}) serve the old one until all are unmounted"
+        "image {image} cannot be checked: its metadata image or its pack was replaced while \
+         mounted; unmount first what still serves the old one (mounts, and images over it: {users})"
     )]
     Replaced {
         /// The image.
