@@ -21,7 +21,8 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::Hierarchy,
     ledger::Ledger,
-    mount::{Access, MountRecord, MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRecord, MountRequest, Mounter, UmountOptions},
+    run_dir::RunDir,
 };
 use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, task::Cancel};
 use cofolio_sys::cache::{self, FileMap, page_size};
@@ -167,7 +168,7 @@ fn measure(
     images: &[Digest],
     cancel: &Cancel,
 ) -> Result<Balance> {
-    let mounter = Mounter::new(domain, RunDir::of(domain.store()), &ImageContents);
+    let mounter = Mounter::new(domain, RunDir::of(domain.store())?, &ImageContents);
     let mut mounted = Vec::new();
     let measured = (|| {
         for (number, image) in images.iter().enumerate() {
@@ -195,7 +196,7 @@ fn under_load(
     images: &[Digest],
 ) -> Result<Balance> {
     // What the ledger reads for its index is in the page cache before it begins.
-    let mut ledger = Ledger::new(domain.store().clone(), RunDir::of(domain.store()));
+    let mut ledger = Ledger::new(domain.store().clone(), RunDir::of(domain.store())?);
     ledger.sample_all()?;
     let own = OwnFiles::find()?;
     cold_start()?;

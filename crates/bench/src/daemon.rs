@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cofolio_daemon::Client;
-use cofolio_node::{ledger::Report, mount::RunDir};
+use cofolio_node::{ledger::Report, run_dir::RunDir};
 use cofolio_store::Domain;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -30,7 +30,7 @@ impl Daemon {
             || -> Result<PathBuf> { Ok(std::env::current_exe()?.with_file_name("cofolio")) };
         let program = program.map_or_else(beside, |it| Ok(it.to_owned()))?;
         let store = domain.store().path().context("the store has no directory")?;
-        let run = RunDir::of(domain.store());
+        let run = RunDir::of(domain.store())?;
         let socket = run.path().join("cofolio.sock");
         let mut command = Command::new(&program);
         command.args(["serve", "--socket"]).arg(&socket).arg("--config").arg(config);

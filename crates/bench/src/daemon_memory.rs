@@ -22,7 +22,7 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::Hierarchy,
     ledger::{Budget, Ledger, thread_time},
-    mount::RunDir,
+    run_dir::RunDir,
 };
 use cofolio_store::{
     Contents as _, Digest, Domain, FileKind, ImportOptions, Publish, Ref, task::Cancel,
@@ -287,7 +287,7 @@ fn observe(
 /// Milliseconds of processor time of a look at all processes and of one at all objects. The daemon does
 /// not say them apart, so a ledger of this process takes them.
 fn look(domain: &Domain) -> Result<[f64; 2]> {
-    let mut ledger = Ledger::new(domain.store().clone(), RunDir::of(domain.store()));
+    let mut ledger = Ledger::new(domain.store().clone(), RunDir::of(domain.store())?);
     ledger.sample_all()?;
     let begin = thread_time();
     while !ledger.sample_processes(&Budget::UNLIMITED)? {}

@@ -21,8 +21,9 @@ use cofolio_image::{
 };
 use cofolio_node::settings::Backend;
 use cofolio_node::{
-    mount::{MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{MountRequest, Mounter, UmountOptions},
     probe::{self, Presence},
+    run_dir::RunDir,
 };
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, FileKind, FileName};
@@ -356,7 +357,7 @@ fn ways<'a>(
             ways.push(by_hand(dir, UNSHARED, &file, &segments)?);
         }
         let top = dir.join(name);
-        let mounter = Mounter::new(domain, RunDir::of(domain.store()), &ImageContents);
+        let mounter = Mounter::new(domain, RunDir::of(domain.store())?, &ImageContents);
         mounter.mount(&MountRequest { create_target: true, ..MountRequest::new(*image, &top) })?;
         let disk_bytes = disk_bytes(&file, &segments)?;
         ways.push(Way { name, top, disk_bytes, mounter: Some(mounter) });

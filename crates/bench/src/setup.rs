@@ -12,7 +12,8 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::{Digest, Domain};
 use rustix::mount::UnmountFlags;
@@ -210,8 +211,8 @@ impl<'a> Shared<'a> {
         })
     }
 
-    fn mounter(&self) -> Mounter<'a> {
-        Mounter::new(self.domain, RunDir::of(self.domain.store()), &ImageContents)
+    fn mounter(&self) -> Result<Mounter<'a>> {
+        Ok(Mounter::new(self.domain, RunDir::of(self.domain.store())?, &ImageContents))
     }
 }
 
@@ -224,12 +225,12 @@ impl Setup for Shared<'_> {
         let target = &self.targets[side];
         make_dir(target)?;
         let request = MountRequest::new(self.images[side], target);
-        self.mounter().mount(&MountRequest { access: self.access.clone(), ..request })?;
+        self.mounter()?.mount(&MountRequest { access: self.access.clone(), ..request })?;
         Ok(target.clone())
     }
 
     fn unmount(&mut self) -> Result<()> {
-        let mounter = self.mounter();
+        let mounter = self.mounter()?;
         for target in &self.targets {
             // Not mounted, normally; what a killed run left behind is taken down as well.
             if let Err(error) = mounter.umount(target, &UmountOptions::default())
@@ -313,7 +314,7 @@ pub(super) fn copy_out(
     let fill = |layer: &Path| {
         say(&format!("copying {name} out of the store"));
         make_dir(&target)?;
-        let mounter = Mounter::new(domain, RunDir::of(domain.store()), &ImageContents);
+        let mounter = Mounter::new(domain, RunDir::of(domain.store())?, &ImageContents);
         let _ = mounter.umount(&target, &UmountOptions::default());
         mounter.mount(&MountRequest::new(image, &target))?;
         let copied = Command::new("cp")

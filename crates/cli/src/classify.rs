@@ -18,9 +18,10 @@ use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
 use cofolio_node::container::bundle::BundleError;
 use cofolio_node::ledger::LedgerError;
-use cofolio_node::mount::{Code, MountError};
+use cofolio_node::mount::MountError;
 use cofolio_node::names::NameError;
 use cofolio_node::profile::ProfileError;
+use cofolio_node::run_dir::RunDirError;
 use cofolio_node::upkeep::UpkeepError;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{ErrorKind, StoreFile};
@@ -60,8 +61,8 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     }
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
-        of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep,
-        of_commons, of_cgroup, of_profile, of_run, of_ledger, of_daemon, of_client
+        of_name, of_run_dir, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend,
+        of_upkeep, of_commons, of_cgroup, of_profile, of_run, of_ledger, of_daemon, of_client
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -78,6 +79,9 @@ const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
 const DAMAGED_PROFILE: &str = "`cofolio profile record IMAGE` makes another one (with --rw also of \
      where it writes); `cofolio profile rm IMAGE` removes it";
+
+const UNTRUSTED_RUN_DIR: &str = "--run-dir DIR or COFOLIO_RUN says where it is: below a directory that only \
+     this user or root can write to";
 
 /// What mends a damaged file of the store, by its path relative to the store.
 pub fn mending(path: &str) -> &'static str {
@@ -263,83 +267,87 @@ fn of_registry(error: &RegistryError) -> Classified {
     }
 }
 
+fn of_run_dir(error: &RunDirError) -> Classified {
+    match error {
+        RunDirError::Untrusted { .. } => hint(Exit::Missing, UNTRUSTED_RUN_DIR),
+        _ => CAUSE,
+    }
+}
+
 fn of_mount(error: &MountError) -> Classified {
-    let exit = match (error, error.code()) {
-        (MountError::Store(error), _) => return of_store(error),
-        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
-        (MountError::OtherNamespace { .. } | MountError::RunDirectory { .. }, _)
-        | (_, Code::Unsupported) => Some(Exit::Missing),
-        (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
-        | (MountError::Replaced { .. }, _)
-        | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
-        (MountError::Target { .. } | MountError::WritableDir { .. }, _) => Some(Exit::Usage),
-        (_, Code::NotFound) => Some(Exit::NotFound),
-        (_, Code::Corrupt) => Some(Exit::Corrupt),
-        (MountError::Kernel(error), _) if error.errno == Errno::NOSPC => Some(Exit::NoSpace),
-        (_, Code::Io) => None,
-        (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
-    };
-    let hint: Cow<'static, str> = match error {
+    const RECONCILE: &str = "`cofolio mounts --reconcile` cleans up";
+    match error {
+        MountError::Store(error) => of_store(error),
+        MountError::IdMap { .. } => hint(Exit::Usage, "INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
+        MountError::Target { .. } | MountError::WritableDir { .. } => code(Exit::Usage),
+        MountError::TargetMissing { .. } => {
+            hint(Exit::NotFound, "--create makes the directory (its parent must exist)")
+        }
+        MountError::NotMounted(_) => hint(Exit::NotFound, "`cofolio mounts` lists what is mounted"),
+        MountError::NotKept(_) => hint(
+            Exit::NotFound,
+            "`cofolio mounts` lists kept changes; a directory of your own (--upper) is yours to \
+             remove",
+        ),
         MountError::Busy { path, .. } => {
             let target = path.display();
-            format!("`fuser -vm {target}` says who; `cofolio umount --force {target}` detaches it")
-                .into()
+            let detach = format!("`cofolio umount --force {target}` detaches it");
+            hint(Exit::Busy, format!("`fuser -vm {target}` says who; {detach}"))
         }
-        MountError::UpperInUse { .. } => {
+        MountError::UpperInUse { .. } => hint(
+            Exit::Busy,
             "`cofolio mounts` lists mounts, also those without a record; a detached one goes with \
-             its last user"
-                .into()
+             its last user",
+        ),
+        MountError::PinnedWithoutVerity { .. } | MountError::Replaced { .. } => {
+            hint(Exit::Busy, "`cofolio mounts` says by whom; unmount the image everywhere first")
         }
-        MountError::NoRecord(target) => {
-            let target = target.display();
-            format!("`umount -R {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
-                .into()
+        MountError::Covered(_) | MountError::AlreadyMounted { .. } => code(Exit::Busy),
+        MountError::NoPrivilege(_) => hint(Exit::Missing, "run as root"),
+        MountError::NoFeature { .. } => {
+            hint(Exit::Missing, "`cofolio doctor` says what this machine offers")
+        }
+        MountError::NoVerity(_) => hint(
+            Exit::Missing,
+            "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what \
+             this one has",
+        ),
+        MountError::NotShared(_) => {
+            hint(Exit::Missing, "`cofolio pack --again IMAGE` makes its pack anew")
+        }
+        MountError::RunDirectory { .. } => hint(Exit::Missing, UNTRUSTED_RUN_DIR),
+        MountError::OtherNamespace { .. } | MountError::NoSizeLimit { .. } => code(Exit::Missing),
+        MountError::Damaged { .. } => hint(Exit::Corrupt, DAMAGED),
+        MountError::PackInvalid { .. } => {
+            hint(Exit::Corrupt, "`cofolio fsck --repair` removes it, `cofolio pack` makes it again")
         }
         // As in a run directory that somebody emptied: there is nothing to remove.
-        MountError::State { path, .. } if !path.exists() => {
-            "`cofolio mounts --reconcile` unmounts the image, once no mount that `cofolio mounts` lists \
-             with a record uses it: `cofolio umount` these first"
-                .into()
-        }
+        MountError::State { path, .. } if !path.exists() => hint(
+            Exit::Corrupt,
+            "`cofolio mounts --reconcile` unmounts the image, once no mount that `cofolio mounts` \
+             lists with a record uses it: `cofolio umount` these first",
+        ),
         MountError::State { path, .. } => {
-            let path = path.display();
-            format!("unmount what it is about with umount(8); after `rm {path}`, `cofolio mounts --reconcile` cleans up")
-                .into()
+            let after = format!("after `rm {}`, {RECONCILE}", path.display());
+            hint(Exit::Corrupt, format!("unmount what it is about with umount(8); {after}"))
         }
-        MountError::ReadOnlyStore(_) => {
-            "`mount --upper DIR`, with --rw or --writable, keeps changes elsewhere; `run --volume DIR:PATH` gives a volume a directory of the host".into()
+        MountError::NoRecord(target) => {
+            let unmounts = format!("`umount -R {}` unmounts it", target.display());
+            hint(Exit::Failure, format!("{unmounts}; {RECONCILE} after it"))
         }
-        MountError::TargetMissing { .. } => {
-            "--create makes the directory (its parent must exist)".into()
-        }
-        MountError::NoPrivilege { .. } => "run as root".into(),
-        MountError::RunDirectory { .. } => {
-            "--run-dir DIR or COFOLIO_RUN says where it is: below a directory that only this user or root can write to".into()
-        }
-        MountError::NoFeature { .. } => "`cofolio doctor` says what this machine offers".into(),
-        MountError::NoVerity { .. } => {
-            "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has".into()
-        }
-        MountError::PinnedWithoutVerity { .. } | MountError::Replaced { .. } => {
-            "`cofolio mounts` says by whom; unmount the image everywhere first".into()
-        }
-        MountError::PackInvalid { .. } => {
-            "`cofolio fsck --repair` removes it, `cofolio pack` makes it again".into()
-        }
-        MountError::NotShared { .. } => "`cofolio pack --again IMAGE` makes its pack anew".into(),
-        MountError::NotMounted(_) => "`cofolio mounts` lists what is mounted".into(),
-        MountError::NotKept(_) => {
-            "`cofolio mounts` lists kept changes; a directory of your own (--upper) is yours to remove".into()
-        }
-        MountError::IdMap { .. } => "INSIDE:OUTSIDE:COUNT, as 0:100000:65536".into(),
-        MountError::Kernel(error) if error.errno == Errno::NOSPC => {
-            "a mount namespace has at most `sysctl fs.mount-max` mounts; a writable mount needs free space and inodes where its changes are"
-                .into()
-        }
-        error if error.code() == Code::Corrupt => DAMAGED.into(),
-        _ => return (exit, None),
-    };
-    (exit, Some(hint))
+        MountError::ReadOnlyStore(_) => hint(
+            Exit::Failure,
+            "`mount --upper DIR`, with --rw or --writable, keeps changes elsewhere; `run --volume \
+             DIR:PATH` gives a volume a directory of the host",
+        ),
+        MountError::Kernel(error) if error.errno == Errno::NOSPC => hint(
+            Exit::NoSpace,
+            "a mount namespace has at most `sysctl fs.mount-max` mounts; a writable mount needs \
+             free space and inodes where its changes are",
+        ),
+        MountError::Kernel(_) | MountError::Io { .. } => CAUSE,
+        _ => code(Exit::Failure),
+    }
 }
 
 fn of_export(error: &ExportError) -> Classified {

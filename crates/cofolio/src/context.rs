@@ -5,8 +5,9 @@ use std::process::{Command, Stdio};
 
 use cofolio_cli::interrupt;
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{MountState, Mounter, RunDir};
+use cofolio_node::mount::{MountState, Mounter};
 use cofolio_node::names;
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::upkeep::Upkeep;
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
@@ -47,7 +48,7 @@ impl Context<'_> {
     /// The domain, which must exist.
     pub(crate) fn domain(&self) -> anyhow::Result<Domain> {
         let store = Store::open(&self.global.store)?.waits_until(interrupt::cancel());
-        self.run_dir_of(&store).check_owner()?;
+        self.run_dir_of(&store)?;
         Ok(store.domain(&self.global.domain)?)
     }
 
@@ -59,7 +60,7 @@ impl Context<'_> {
             })?;
         }
         let store = Store::open_or_init(&self.global.store, &InitOptions::default())?;
-        self.run_dir_of(&store).check_owner()?;
+        self.run_dir_of(&store)?;
         Ok(store)
     }
 
@@ -111,24 +112,21 @@ impl Context<'_> {
     }
 
     /// Mounts images of a domain; its state is below the run directory.
-    pub(crate) fn mounter<'d>(&self, domain: &'d Domain) -> Mounter<'d> {
-        Mounter::new(domain, self.run_dir(domain), &ImageContents)
+    pub(crate) fn mounter<'d>(&self, domain: &'d Domain) -> anyhow::Result<Mounter<'d>> {
+        Ok(Mounter::new(domain, self.run_dir_of(domain.store())?, &ImageContents))
     }
 
     /// Keeps a domain in order.
-    pub(crate) fn upkeep<'d>(&self, domain: &'d Domain) -> Upkeep<'d> {
-        Upkeep::new(domain, self.run_dir(domain), self.config.config.store.limit.clone())
-    }
-
-    fn run_dir(&self, domain: &Domain) -> RunDir {
-        self.run_dir_of(domain.store())
+    pub(crate) fn upkeep<'d>(&self, domain: &'d Domain) -> anyhow::Result<Upkeep<'d>> {
+        let (run, limit) = (self.run_dir_of(domain.store())?, &self.config.config.store.limit);
+        Ok(Upkeep::new(domain, run, limit.clone()))
     }
 
     /// The run directory of a store.
-    pub(crate) fn run_dir_of(&self, store: &Store) -> RunDir {
+    pub(crate) fn run_dir_of(&self, store: &Store) -> anyhow::Result<RunDir> {
         let path = self.global.run_dir.join(store.id());
         // A runtime that is started from it has another working directory.
-        RunDir::at(std::path::absolute(&path).unwrap_or(path))
+        Ok(RunDir::open(std::path::absolute(&path).unwrap_or(path))?)
     }
 
     /// Where the daemon listens.
@@ -143,7 +141,7 @@ impl Context<'_> {
         domain: &Domain,
         image: &Digest,
     ) -> anyhow::Result<Vec<PathBuf>> {
-        let mounts = self.mounter(domain).list()?.mounts.into_iter();
+        let mounts = self.mounter(domain)?.list()?.mounts.into_iter();
         let mounts = mounts.filter(|status| status.state != MountState::Gone);
         let records = mounts.map(|status| status.record);
         let ours =

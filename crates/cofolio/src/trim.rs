@@ -1,6 +1,6 @@
 //! Announces a trim before it removes anything.
 
-use cofolio_node::config::Size;
+use cofolio_node::size::Size;
 use cofolio_store::{Domain, Spared, TrimPlan};
 
 use crate::context::{Context, short};

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_daemon::{Options, Schedule, Settings};
 use cofolio_node::cgroup::{Cgroup, Hierarchy};
-use cofolio_node::mount::RunDir;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::Store;
 use common::{Sandbox, can_mount, skip};
 use serde_json::{Value, json};
@@ -340,7 +340,7 @@ fn daemon_that_is_always_at_upkeep() {
         },
     };
     let options = Options {
-        run: RunDir::at(run.join(store.id())),
+        run: RunDir::open(run.join(store.id())).unwrap(),
         socket: run.join("cofolio.sock"),
         store,
         group: None,

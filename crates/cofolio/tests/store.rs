@@ -182,6 +182,22 @@ fn a_store_that_is_open_to_others_is_told_and_closed() {
     assert!(!told("doctor") && !told("fsck"));
 }
 
+/// `fsck`, and `top` without a daemon, believed the records in a run directory that others can write
+/// to: only commands that asked for the domain in the usual way checked it.
+#[test]
+fn every_command_refuses_a_run_directory_of_others() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    fs::set_permissions(sandbox.dir("run"), fs::Permissions::from_mode(0o775)).unwrap();
+    let is_root = rustix::process::geteuid().is_root();
+    let commands = [&["images"][..], &["fsck"], &["top", "--once"], &["reclaim", "--all"]];
+    for command in commands.into_iter().take(if is_root { 4 } else { 2 }) {
+        let refused = sandbox.run(command);
+        let what = "can be written by other users (mode 775)";
+        assert!(refused.fails_with(5).stderr.contains(what), "{command:?}: {}", refused.stderr);
+    }
+}
+
 #[test]
 fn damage_is_found_named_and_told_by_the_exit_code() {
     let sandbox = Sandbox::new();
@@ -223,7 +239,7 @@ fn fsck_names_every_kind_of_damage() {
     write_layout(&layout, "box:1", &[layer], json!({}));
     // (what is done, finding, exit codes of fsck and of fsck --quick)
     type Harm = fn(&Damaged);
-    let cases: [(Harm, &str, i32, i32); 23] = [
+    let cases: [(Harm, &str, i32, i32); 24] = [
         (|d| d.remove(&d.object), "object-missing", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes.truncate(3)), "object-truncated", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes[0] ^= 1), "object-altered", 4, 0),
@@ -248,6 +264,7 @@ fn fsck_names_every_kind_of_damage() {
         (|d| d.open_up(&d.object), "permissions", 0, 0),
         (|d| fs::write(d.domain.join("objects/notes"), "").unwrap(), "unexpected-entry", 0, 0),
         (|d| fs::create_dir(d.store.join("staging/dead")).unwrap(), "staging-orphaned", 0, 0),
+        (|d| fs::remove_dir(d.store.join("staging")).unwrap(), "staging-missing", 0, 0),
     ];
     for (harm, kind, code, quick) in cases {
         let sandbox = Sandbox::new();

@@ -215,9 +215,9 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
         return skip("repair_brings_back", &reason);
     }
     overwrite(&objects[1], b"short").unwrap();
-    let mut altered = good[2].clone();
-    altered[5000] ^= 1;
-    overwrite(&objects[2], &altered).unwrap();
+    let mut altered_object = good[2].clone();
+    altered_object[5000] ^= 1;
+    overwrite(&objects[2], &altered_object).unwrap();
     let found = sandbox.run(&["fsck", "--json"]);
     assert_eq!(
         kinds(&found.fails_with(4).json()["findings"])
@@ -266,10 +266,23 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["bytes"], 0, "nothing came in beside it");
 
     // And nothing said how to go on: other commands found "no such file", a repair that all names are lost.
+    // Without `staging` fsck looked at nothing: it said nothing of an altered object, and called it a loss.
     fs::remove_dir(sandbox.path("store/staging")).unwrap();
-    sandbox.run(&["fsck"]).fails_with(4);
-    let repaired = sandbox.run(&["fsck", "--repair"]);
-    assert!(repaired.ok().contains("repaired staging (directory-missing)"), "{}", repaired.stdout);
+    let found = sandbox.run(&["fsck", "--json"]);
+    found.ok();
+    assert_eq!(kinds(&found.json()["findings"]), ["staging-missing"]);
+    overwrite(&objects[2], &altered_object).unwrap();
+    let found = sandbox.run(&["fsck", "--json"]);
+    let found = found.fails_with(4).json();
+    for kind in ["staging-missing", "object-altered"] {
+        assert!(kinds(&found["findings"]).contains(&kind), "{kind}: {found}");
+    }
+    let repaired = sandbox.run(&from);
+    assert!(repaired.ok().contains("repaired staging (staging-missing)"), "{}", repaired.stdout);
+    assert_eq!(contents(&all), good);
+    fs::remove_dir(sandbox.path("store/staging")).unwrap();
+    sandbox.run(&["fsck", "--repair"]).ok();
+    assert!(sandbox.run(&["fsck"]).ok().contains("no damage; "));
     fs::remove_dir(sandbox.path("store/staging")).unwrap();
     let image = sandbox.run(&["images", "--json"]).json()[0]["name"].as_str().unwrap().to_owned();
     sandbox.run(&["export", &image, &format!("oci:{}", sandbox.text("out"))]).ok();

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use cofolio_node::ledger::{Ledger, ReclaimPolicy};
-use cofolio_node::mount::RunDir;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
 use rustix::fs::{FlockOperation, flock};
@@ -362,7 +362,7 @@ impl Server<'_> {
     /// the daemon, and another daemon could start beside it.
     fn listen_again(&self, lost: &SocketFile) -> Result<(Accepting, SocketFile), DaemonError> {
         let at = self.options.socket.display();
-        // Where it cannot be made, the socket may be elsewhere.
+        // The socket may be elsewhere. If not, listening fails as well, and its error names the path.
         let _ = self.options.run.prepare();
         let done = if lost.is_replaced() { "replaced" } else { "removed" };
         let listening = lost.make_again();

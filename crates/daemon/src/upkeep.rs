@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_image::pack::ImageContents;
 use cofolio_node::config::Limit;
-use cofolio_node::mount::RunDir;
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::upkeep::{self, Upkeep, UpkeepError};
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{CompleteScrub, Domain, Error, ScrubOptions, Store, with_causes};
@@ -374,7 +374,7 @@ mod tests {
         let heard = Mutex::new(Vec::new());
         let said = |text: &str| heard.lock().unwrap().push(text.to_owned());
         let scratch = tempfile::tempdir().unwrap();
-        let runs = RunDir::at(scratch.path().join("run"));
+        let runs = RunDir::open(scratch.path().join("run")).unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| run(work, store, &runs, &settings, &done, &cancel, &said));
             let start = Instant::now();

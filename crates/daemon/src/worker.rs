@@ -404,7 +404,7 @@ impl Due {
 mod tests {
     use cofolio_node::config::Limit;
     use cofolio_node::ledger::ReclaimPolicy;
-    use cofolio_node::mount::RunDir;
+    use cofolio_node::run_dir::RunDir;
     use cofolio_store::{InitOptions, Store};
 
     use super::*;
@@ -427,7 +427,7 @@ mod tests {
     fn answers_to_anybody_have_a_share_of_their_own() {
         let scratch = tempfile::tempdir().unwrap();
         let store = Store::init(&scratch.path().join("store"), &InitOptions::default()).unwrap();
-        let ledger = Ledger::new(store, RunDir::at(scratch.path().join("run")));
+        let ledger = Ledger::new(store, RunDir::open(scratch.path().join("run")).unwrap());
         let upkeep = Schedule {
             delay: Duration::ZERO,
             gc: None,

@@ -21,7 +21,8 @@ use cofolio_image::import::{self};
 use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_node::cgroup::Hierarchy;
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store};
 
@@ -72,7 +73,7 @@ fn measure(dir: &Path, containers: usize, image: Option<&str>) -> Result<serde_j
         }
         None => build(&domain)?,
     };
-    let mounter = Mounter::new(&domain, RunDir::at(dir.join("run")), &ImageContents);
+    let mounter = Mounter::new(&domain, RunDir::open(dir.join("run"))?, &ImageContents);
     let targets: Vec<PathBuf> = (0..containers).map(|n| dir.join(format!("c{n}"))).collect();
     targets.iter().try_for_each(fs::create_dir)?;
     let request = |target: &Path, writable: bool| MountRequest {

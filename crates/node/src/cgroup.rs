@@ -15,8 +15,8 @@ use rustix::io::Errno;
 use rustix::thread::{disable_transparent_huge_pages, transparent_huge_pages_are_disabled};
 use serde::Serialize;
 
-use crate::config::Size;
 use crate::mount::{KernelMount, mountinfo};
+use crate::size::Size;
 use crate::{kernel_text, processes};
 
 /// Name of the [commons](crate::commons), at the top of the hierarchy.

@@ -17,11 +17,15 @@ use serde::Serialize;
 
 use crate::cache::named_objects;
 use crate::cgroup::{Cgroup, CgroupError, ChargedPages, Hierarchy};
-use crate::config::{COMMONS_LIMIT_MIN, Size};
 use crate::ledger::LedgerError;
-use crate::mount::RunDir;
 use crate::page_files::{PageFiles, read_ahead};
 use crate::profile::{Profile, ProfileFile};
+use crate::run_dir::RunDir;
+use crate::size::Size;
+
+/// The least limit of the commons. The process that reads ahead is in them itself, and is charged for
+/// the kernel's inodes of what it opens. With 24,000 files the kernel killed it at 4 MiB.
+pub const COMMONS_LIMIT_MIN: Size = Size(16 << 20);
 
 /// What reading ahead has done. Sizes are bytes of whole pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]

@@ -12,12 +12,15 @@ pub mod ledger;
 pub mod links;
 pub mod mount;
 pub mod names;
+pub(crate) mod owner;
 pub(crate) mod page_files;
 pub mod policy;
 pub mod probe;
 pub(crate) mod processes;
 pub mod profile;
+pub mod run_dir;
 pub mod settings;
+pub mod size;
 pub mod survey;
 pub mod upkeep;
 

@@ -4,6 +4,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::owner::{is_own, may_others_write};
+
 /// Makes a path absolute and free of symbolic links; it need not exist. A link is followed only if no other user
 /// can have put it there: it and its directory belong to root or the caller, and others cannot write to the
 /// directory, or it is sticky. The kernel's `fs.protected_symlinks` asks as much in sticky directories only.
@@ -23,8 +25,7 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
         };
         let parent = link.parent().unwrap_or(link);
         let (found, dir) = (link.symlink_metadata()?, parent.metadata()?);
-        let is_own = |uid| uid == 0 || uid == rustix::process::geteuid().as_raw();
-        let is_guarded = dir.mode() & 0o022 == 0 || dir.mode() & 0o1000 != 0;
+        let is_guarded = !may_others_write(dir.mode()) || dir.mode() & 0o1000 != 0;
         if !(is_own(found.uid()) && is_own(dir.uid()) && is_guarded) {
             let what = format!("another user may have put the link {} there", link.display());
             return Err(io::Error::other(what));

@@ -25,7 +25,8 @@ use rustix::fs::{Advice, Dir, OFlags, fadvise};
 
 use crate::cache::leave_cache;
 use crate::ledger::LedgerError;
-use crate::mount::{Mounter, RunDir, open_below};
+use crate::mount::{Mounter, open_below};
+use crate::run_dir::RunDir;
 use crate::settings::{Backend, DomainSettings as _};
 
 /// Opens the files that hold the pages of one image.

@@ -24,12 +24,13 @@ use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{ImageContents, PackOptions, pack};
 use cofolio_image::source::Source;
 use cofolio_node::cgroup::{Cgroup, CgroupError, Hierarchy, Version};
+use cofolio_node::commons::COMMONS_LIMIT_MIN;
 use cofolio_node::commons::{Commons, CommonsError, Warmed};
-use cofolio_node::config::COMMONS_LIMIT_MIN;
 use cofolio_node::ledger::{Ledger, LedgerError, ReclaimRequest, ReclaimTarget, Report};
-use cofolio_node::mount::{MountError, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{MountError, MountRequest, Mounter, UmountOptions};
 use cofolio_node::probe::{self, Presence};
 use cofolio_node::profile::{Missed, Profile, ProfileError, Recorder};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Store};
@@ -104,7 +105,7 @@ impl Libraries {
     }
 
     fn run(&self) -> RunDir {
-        RunDir::at(self.dir.path().join("run"))
+        RunDir::open(self.dir.path().join("run")).unwrap()
     }
 
     fn target(&self) -> PathBuf {

@@ -22,8 +22,9 @@ use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{PackOptions, pack};
 use cofolio_image::source::Source;
 use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
 use cofolio_node::probe::{self, Presence};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Store};
@@ -63,7 +64,7 @@ impl Pair {
     }
 
     fn mounter(&self) -> Mounter<'_> {
-        let run = RunDir::at(self.dir.path().join("run"));
+        let run = RunDir::open(self.dir.path().join("run")).unwrap();
         Mounter::new(&self.domain, run, &ImageContents)
     }
 
@@ -420,7 +421,7 @@ fn domains_share_nothing() {
         let theirs = pair.domain.store().domain_or_create("tenant").unwrap();
         let images = import(&theirs, pair.dir.path(), (backend, form));
         assert_eq!(images, pair.images, "the same content");
-        let run = RunDir::at(pair.dir.path().join("run"));
+        let run = RunDir::open(pair.dir.path().join("run")).unwrap();
         let mounter = Mounter::new(&theirs, run, &ImageContents);
         let ours = pair.mount(0, "on-one").join("shared");
         for (image, name, file) in [(0, "same", "shared"), (1, "theirs", "deep/other")] {

@@ -87,7 +87,7 @@ pub enum FindingKind {
     SignatureAltered,
     /// A profile cannot be read, or is not one of its image.
     ProfileUnreadable,
-    /// A directory of the domain, or of the store, is missing.
+    /// A directory of the domain is missing.
     DirectoryMissing,
     /// A file can be written, belongs to somebody else, or has more than one name.
     Permissions,
@@ -95,6 +95,8 @@ pub enum FindingKind {
     Unprotected,
     /// Something that the store did not put there.
     UnexpectedEntry,
+    /// The directory of the store where imports work is missing. Nothing that was stored was there.
+    StagingMissing,
     /// An import was interrupted; gc removes its leftovers.
     StagingOrphaned,
     /// Signatures of an image that is gone; gc removes them.
@@ -123,6 +125,7 @@ impl FindingKind {
             Self::Permissions
                 | Self::Unprotected
                 | Self::UnexpectedEntry
+                | Self::StagingMissing
                 | Self::StagingOrphaned
                 | Self::SignatureOrphaned
         )
@@ -254,22 +257,17 @@ impl Domain {
         if let Some(detail) = self.store().open_to_others()? {
             report.add(Finding::new(FindingKind::Permissions, ".", detail));
         }
-        let of_domain = |name| (name, format!("{}/{name}", self.directory()));
-        let staging = (STAGING, STAGING.to_owned());
-        for (directory, path) in domain::directories().map(of_domain).chain([staging]) {
-            match self.disk().stat(&path) {
-                Ok(stat) if stat.mode & 0o022 != 0 => {
-                    let detail = format!("mode {:o}: others can change what it holds", stat.mode);
-                    report.add(Finding::new(FindingKind::Permissions, path, detail));
-                }
-                Ok(_) => {}
-                Err(error) if is_absent(&error) => {
-                    let is_lost = RECORDS.contains(&directory) && directory != REFS;
-                    let lost = "gc will remove what only its records named";
-                    let detail = if is_lost { lost } else { "" };
-                    report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
-                }
-                Err(error) => return Err(error).at("look at", &path),
+        if !self.fsck_is_there(STAGING, &mut report)? {
+            let detail = "`cofolio fsck --repair` makes it again";
+            report.add(Finding::new(FindingKind::StagingMissing, STAGING, detail));
+        }
+        for directory in domain::directories() {
+            let path = format!("{}/{directory}", self.directory());
+            if !self.fsck_is_there(&path, &mut report)? {
+                let is_lost = RECORDS.contains(&directory) && directory != REFS;
+                let lost = "gc will remove what only its records named";
+                let detail = if is_lost { lost } else { "" };
+                report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
             }
         }
         if report.is_damaged() {
@@ -308,6 +306,18 @@ impl Domain {
         self.add_hit(contents, &mut report)?;
         sort(&mut report.findings);
         Ok(report)
+    }
+
+    /// Whether a directory exists. Reports one that others can write to.
+    fn fsck_is_there(&self, path: &str, report: &mut FsckReport) -> Result<bool> {
+        let Some(stat) = self.disk().stat(path).if_there("look at", path)? else {
+            return Ok(false);
+        };
+        if stat.mode & 0o022 != 0 {
+            let detail = format!("mode {:o}: others can change what it holds", stat.mode);
+            report.add(Finding::new(FindingKind::Permissions, path, detail));
+        }
+        Ok(true)
     }
 
     /// Refs and roots: whether they can be read, and what they name is here.

@@ -326,7 +326,7 @@ impl Store {
     /// Staging directories that no living process holds.
     pub fn orphaned_staging(&self) -> Result<Vec<String>> {
         let mut orphans = Vec::new();
-        for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
+        for (id, kind) in self.disk().list(STAGING).if_there("list", STAGING)?.unwrap_or_default() {
             let path = format!("{STAGING}/{id}");
             if kind != Kind::Directory || self.lock_orphan(&path)?.is_some() {
                 orphans.push(id);

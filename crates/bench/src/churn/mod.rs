@@ -17,7 +17,8 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     cgroup::{Cgroup, Hierarchy},
     commons::Commons,
-    mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRequest, Mounter, UmountOptions},
+    run_dir::RunDir,
 };
 use cofolio_store::{
     Digest, Domain,
@@ -197,8 +198,8 @@ pub(super) fn run(args: &Args) -> Outcome {
 }
 
 impl Churn<'_> {
-    fn mounter(&self) -> Mounter<'_> {
-        Mounter::new(self.domain, RunDir::of(self.domain.store()), &ImageContents)
+    fn mounter(&self) -> Result<Mounter<'_>> {
+        Ok(Mounter::new(self.domain, RunDir::of(self.domain.store())?, &ImageContents))
     }
 
     /// The images take turns, each with a read-only container and a writable one.
@@ -223,7 +224,7 @@ impl Churn<'_> {
         }
         let workers = Workers::new()?;
         let started = Instant::now();
-        self.mounter().mount(&request)?;
+        self.mounter()?.mount(&request)?;
         let mount = started.elapsed();
         let warm = self.commons.as_ref().map(|it| self.warm(it, &digest)).transpose()?;
         self.containers.push_back(Container { number, began: i64::MAX, workers, target, cgroup });
@@ -247,7 +248,7 @@ impl Churn<'_> {
 
     /// Says how long it took.
     fn warm(&self, commons: &Commons, image: &Digest) -> Result<Duration> {
-        let (run, started) = (RunDir::of(self.domain.store()), Instant::now());
+        let (run, started) = (RunDir::of(self.domain.store())?, Instant::now());
         commons.warm(self.domain, &run, image, None, &Task::default())?;
         Ok(started.elapsed())
     }
@@ -257,7 +258,7 @@ impl Churn<'_> {
         for (number, digest) in self.images.digests.iter().enumerate() {
             let target = self.dir.join(format!("idle-{number}"));
             fs::create_dir_all(&target)?;
-            self.mounter().mount(&MountRequest::new(*digest, target.clone()))?;
+            self.mounter()?.mount(&MountRequest::new(*digest, target.clone()))?;
             self.idle.push(target);
         }
         Ok(())
@@ -279,12 +280,12 @@ impl Churn<'_> {
 
     fn umount(&self, target: &Path) -> Result<Duration> {
         let started = Instant::now();
-        let umounted = self.mounter().umount(target, &UmountOptions::default());
+        let umounted = self.mounter()?.umount(target, &UmountOptions::default());
         let took = started.elapsed();
         if umounted.is_err() {
             // It must not stay when the benchmark ends.
             let options = UmountOptions { force: true, ..Default::default() };
-            let _ = self.mounter().umount(target, &options);
+            let _ = self.mounter()?.umount(target, &options);
         }
         umounted?;
         fs::remove_dir(target)?;

@@ -11,7 +11,8 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{Mounter, RunDir};
+use cofolio_node::mount::Mounter;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::{Digest, Domain};
 use rustix::mount::UnmountFlags;
 use serde::Serialize;
@@ -239,7 +240,7 @@ pub(crate) fn clean(dirs: &[PathBuf], domain: &Domain) -> Result<()> {
             }
         }
     }
-    Mounter::new(domain, RunDir::of(domain.store()), &ImageContents).reconcile()?;
+    Mounter::new(domain, RunDir::of(domain.store())?, &ImageContents).reconcile()?;
     Ok(())
 }
 

@@ -11,8 +11,9 @@ use anyhow::{Context, Result, ensure};
 use cofolio_image::pack::{ImageContents, PackOptions, pack, segment::Form};
 use cofolio_node::settings::Backend;
 use cofolio_node::{
-    mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRequest, Mounter, UmountOptions},
     probe::{self, Presence},
+    run_dir::RunDir,
     upkeep::bases,
 };
 use cofolio_store::task::Task;
@@ -267,8 +268,8 @@ impl Ours {
         self
     }
 
-    fn mounter(&self) -> Mounter<'_> {
-        Mounter::new(&self.domain, RunDir::of(self.domain.store()), &ImageContents)
+    fn mounter(&self) -> Result<Mounter<'_>> {
+        Ok(Mounter::new(&self.domain, RunDir::of(self.domain.store())?, &ImageContents))
     }
 
     /// The directory is made here, as engines do. One that the mounter makes would be removed only after
@@ -281,12 +282,12 @@ impl Ours {
             writable_dirs: self.dirs.get(image).filter(|_| writable).cloned().unwrap_or_default(),
             ..MountRequest::new(self.images[image], target)
         };
-        Ok(self.mounter().mount(&request)?.target)
+        Ok(self.mounter()?.mount(&request)?.target)
     }
 
     fn umount_one(&self, target: &Path) -> Result<()> {
         let options = UmountOptions { force: true, ..Default::default() };
-        self.mounter().umount(target, &options)?;
+        self.mounter()?.umount(target, &options)?;
         Ok(fs::remove_dir(target)?)
     }
 }

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if let Some(how) = args.backend {
         context.needs_root("changing the backend")?;
         let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
-        let mounter = context.mounter(&domain);
+        let mounter = context.mounter(&domain)?;
         context.work("packing", "file", |task| backend::set(&mounter, how.into(), form, task))?;
     }
     let (backend, form) = (domain.backend()?, domain.pack_form()?);

@@ -164,13 +164,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             options: MountOptions { name: image.ref_name.clone(), ..MountOptions::default() },
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
         };
-        let mount = |task: &Task| context.mounter(&domain).with_task(task).mount(&request);
+        let mounter = context.mounter(&domain)?;
+        let mount = |task: &Task| mounter.with_task(task).mount(&request);
         let mounted = context.work("verifying", "file", mount)?;
         let warmed = args.warm.warm(&domain, &image.digest, context).map_err(Into::into);
         warmed.and_then(|()| Ok(write()?)).or_else(|error: anyhow::Error| {
             let options = UmountOptions::default();
             let _undoing = domain.store().waiting().undo();
-            let left = context.mounter(&domain).umount(Path::new(&mounted.id), &options);
+            let left = context.mounter(&domain)?.umount(Path::new(&mounted.id), &options);
             left.with_context(|| format!("unmounting {}", mounted.target.display()))?;
             Err(error)
         })

@@ -187,7 +187,8 @@ impl Store {
         if let Some(images) = self.get(domain.images()) {
             self.count(domain, &images);
         }
-        let mounts = context.mounter(domain).list().map(|mounts| mounts.orphans.len());
+        let list = || anyhow::Ok(context.mounter(domain)?.list()?.orphans.len());
+        let mounts = list();
         if let Some(orphans @ 1..) = self.get(mounts) {
             let orphans = plural(orphans as u64, "mount");
             let go_on = "`cofolio mounts` says how to go on";

@@ -16,7 +16,7 @@ pub(crate) struct Args {}
 pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let report = context.work("counting", "image", |task| domain.du(&ImageContents, task))?;
-    let kept = context.mounter(&domain).kept()?;
+    let kept = context.mounter(&domain)?.kept()?;
     let kept_bytes = kept.iter().map(|(bytes, _)| bytes).sum::<u64>();
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;

@@ -35,7 +35,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let streams =
         if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
     let domain = context.domain()?;
-    let containers = Containers::new(context.mounter(&domain));
+    let containers = Containers::new(context.mounter(&domain)?);
     let (status, refusal) = containers.exec(&args.name, &args.command, &streams)?.wait();
     let status = status.context("waiting for the runtime")?;
     super::run::ended(status, refusal)

@@ -60,7 +60,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = store.waits_until(interrupt::cancel()).domain(&context.global.domain)?;
     let doing = if args.repair { "repairing" } else { "checking" };
     let repair = args.repair.then_some(&sources[..]);
-    let fsck = |task: &_| context.upkeep(&domain).fsck(!args.quick, repair, task);
+    let upkeep = context.upkeep(&domain)?;
+    let fsck = |task: &_| upkeep.fsck(!args.quick, repair, task);
     let mut checked = context.work(doing, "object", fsck)?;
     checked.report.findings.extend(of_meta);
     for (number, why) in &checked.failed {
@@ -77,7 +78,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 fn json(args: &Args, checked: &Checked) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(&checked.report)?;
     value["damaged"] = checked.report.is_damaged().into();
-    if checked.had_damage {
+    if checked.had_damage || !checked.repaired.is_empty() {
         value["repaired"] = serde_json::to_value(&checked.repaired)?;
         value["mounted_before"] = serde_json::to_value(&checked.mounts)?;
     }

@@ -1,4 +1,4 @@
-use cofolio_node::config::Size;
+use cofolio_node::size::Size;
 use cofolio_node::upkeep::{self, Report};
 use cofolio_store::{GcReport, ITSELF, TrimPlan};
 
@@ -53,9 +53,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, args.dry_run);
     let mut report = Report::default();
-    let ended = context.work("packing anew", "file", |task| {
-        context.upkeep(&domain).run(&options, &announce, &mut report, task)
-    });
+    let upkeep = context.upkeep(&domain)?;
+    let ended = context
+        .work("packing anew", "file", |task| upkeep.run(&options, &announce, &mut report, task));
     let told = tell(context, &report, ended.is_ok());
     ended?;
     told?;

@@ -127,7 +127,8 @@ pub(crate) fn fetch(
     }
     // The import is done and stays done: what goes wrong now changes no exit code.
     let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, false);
-    let trim = |task: &_| context.upkeep(&domain).trim_to_limit(image, &announce, task);
+    let trim =
+        |task: &_| anyhow::Ok(context.upkeep(&domain)?.trim_to_limit(image, &announce, task)?);
     let trimmed = context.work("trimming", "image", trim).unwrap_or_else(|error| {
         let what = "the store may be over its limit and was not trimmed";
         exit::report(&error.context(what), context.ui);

@@ -121,15 +121,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         ..MountRequest::new(image.digest, Path::new(target))
     };
     let signals = Cancellable::begin()?;
-    let mounted = context
-        .work("verifying", "file", |task| context.mounter(&domain).with_task(task).mount(&request));
+    let mounter = context.mounter(&domain)?;
+    let mounted = context.work("verifying", "file", |task| mounter.with_task(task).mount(&request));
     let record = mounted.map_err(|error| match args.writable_recorded {
         true => of_recorded_dirs(error, image.digest),
         false => error,
     })?;
     if let Err(cancelled) = args.warm.warm(&domain, &image.digest, context) {
         let _undoing = domain.store().waiting().undo();
-        context.mounter(&domain).umount(Path::new(&record.id), &UmountOptions::default())?;
+        context.mounter(&domain)?.umount(Path::new(&record.id), &UmountOptions::default())?;
         return Err(cancelled.into());
     }
     drop(signals);

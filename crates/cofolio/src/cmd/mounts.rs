@@ -2,7 +2,8 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord, RunDir};
+use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::Backend;
 use cofolio_store::Digest;
 
@@ -30,11 +31,11 @@ type Names = BTreeMap<Digest, String>;
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let mounter = context.mounter(&domain);
+    let mounter = context.mounter(&domain)?;
     let mut failed = Vec::new();
     if args.reconcile {
         context.needs_root("cleaning up")?;
-        Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
+        Containers::new(context.mounter(&domain)?).reconcile(&mut failed)?;
         failed.extend(mounter.reconcile()?.failed);
         for failed in &failed {
             context.ui.error(&format!("could not be cleaned up: {failed}"), None);

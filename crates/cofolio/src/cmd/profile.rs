@@ -147,7 +147,7 @@ fn record(args: &RecordArgs, context: &Context<'_>) -> Outcome {
         }
         (None, None) => return Err(Fail::usage("no image and no container").into()),
     };
-    let containers = Containers::new(context.mounter(&domain));
+    let containers = Containers::new(context.mounter(&domain)?);
     let time = args.seconds.map(|seconds| Duration::from_secs(seconds.into()));
     if time.is_none() {
         context.ui.note("recording until the container ends, or Ctrl-C");

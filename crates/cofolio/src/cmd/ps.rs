@@ -16,7 +16,7 @@ pub(crate) struct Args {}
 
 pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let containers = Containers::new(context.mounter(&domain));
+    let containers = Containers::new(context.mounter(&domain)?);
     let mut failed = Vec::new();
     let list = containers.list(&mut failed)?;
     let exit = if failed.is_empty() { Exit::Ok } else { Exit::Corrupt };

@@ -6,7 +6,8 @@ use cofolio_image::source::Source;
 use crate::cmd::{Outcome, import};
 use crate::context::Context;
 use crate::exit::Fail;
-use cofolio_node::config::{Config, Size};
+use cofolio_node::config::Config;
+use cofolio_node::size::Size;
 
 /// Bring an image from a registry into the store
 ///

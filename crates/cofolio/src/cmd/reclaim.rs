@@ -1,6 +1,6 @@
 use clap::builder::NonEmptyStringValueParser;
-use cofolio_node::config::Size;
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, Reclaimed};
+use cofolio_node::size::Size;
 
 use crate::cmd::Outcome;
 use crate::cmd::source::Source;

@@ -41,7 +41,7 @@ use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
 use crate::progress::Work;
 use crate::trust::{ArrivalArgs, TrustArgs};
-use cofolio_node::config::Size;
+use cofolio_node::size::Size;
 
 /// Docker's exit statuses of containers that could not be started.
 const NOT_STARTED: u8 = 125;
@@ -224,7 +224,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         request.options.writable_dirs = dirs;
     }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
-    let mut mounter = context.mounter(&domain);
+    let mut mounter = context.mounter(&domain)?;
     if let Some(work) = &work {
         mounter = mounter.with_task(&work.task);
     }

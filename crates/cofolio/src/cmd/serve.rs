@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     let config = &context.config.config.daemon;
     let options = Options {
-        run: context.run_dir_of(&store),
+        run: context.run_dir_of(&store)?,
         store,
         socket: args.socket.clone().unwrap_or_else(|| context.socket()),
         group: args.group.clone().or_else(|| config.group.clone()),

@@ -74,7 +74,7 @@ impl Source {
         }
         context.needs_root("looking without a daemon")?;
         let store = store?;
-        let run = context.run_dir_of(&store);
+        let run = context.run_dir_of(&store)?;
         let mut ledger = Box::new(Ledger::new(store, run));
         if let Some(error) = ledger.cgroup_error() {
             let what = "cannot distinguish containers or notice their end";

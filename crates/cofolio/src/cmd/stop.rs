@@ -24,7 +24,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.needs_root("ending a container")?;
     let domain = context.domain()?;
-    let containers = Containers::new(context.mounter(&domain));
+    let containers = Containers::new(context.mounter(&domain)?);
     let patience = Duration::from_secs(args.time.into());
     let mut first = None;
     for name in &args.names {

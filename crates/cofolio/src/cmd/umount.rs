@@ -35,7 +35,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.needs_root("unmounting")?;
     let domain = context.domain()?;
-    let mounter = context.mounter(&domain);
+    let mounter = context.mounter(&domain)?;
     if args.discard {
         for dir in &args.targets {
             mounter.discard_kept(dir)?;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
         return Ok(Exit::Ok);
     }
-    let containers = Containers::new(context.mounter(&domain));
+    let containers = Containers::new(context.mounter(&domain)?);
     let mut exit = Exit::Ok;
     let targets = match args.all {
         false => args.targets.clone(),

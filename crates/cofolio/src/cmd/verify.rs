@@ -6,7 +6,7 @@ use crate::cmd::{Outcome, findings_table, note_mending};
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::ui::{Tone, human_size, plural};
-use cofolio_node::config::Size;
+use cofolio_node::size::Size;
 
 /// Hash an image and every file of it again, and compare
 ///

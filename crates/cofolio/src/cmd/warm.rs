@@ -6,8 +6,9 @@ use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use cofolio_cli::interrupt;
 use cofolio_node::cgroup::COMMONS;
 use cofolio_node::commons::Commons;
-use cofolio_node::config::{Size, Warm, commons_limit};
+use cofolio_node::config::{Warm, commons_limit};
 use cofolio_node::profile::Profile;
+use cofolio_node::size::Size;
 use cofolio_store::task::{Cancel, Cancelled};
 use cofolio_store::{Digest, Domain};
 use cofolio_sys::process::{Fork, fork};
@@ -99,7 +100,7 @@ fn warm(
     images: Vec<Named>,
     context: &Context<'_>,
 ) -> Outcome {
-    let run = context.run_dir_of(domain.store());
+    let run = context.run_dir_of(domain.store())?;
     let mut all = Vec::new();
     for image in images {
         let profile = args.profile.then(|| Profile::read(domain, &image.digest)).transpose()?;

@@ -17,7 +17,8 @@ use super::{
     lock, read_record, write_file,
 };
 use crate::mount::kernel::open_dir;
-use crate::mount::{At as _, MountError, RunDir, UmountOptions, take_down};
+use crate::mount::{At as _, MountError, UmountOptions, take_down};
+use crate::run_dir::{self, RunDir};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -104,7 +105,7 @@ impl Containers<'_> {
         self.cgroup_dirs(&self.cgroup(name))?.for_each(|dir| remove_cgroup(&dir));
         // Whichever its runtime was.
         let run = self.mounter.run_dir().path();
-        for runtime in crate::mount::list(run)? {
+        for runtime in run_dir::list(run)? {
             if !RunDir::OWN.contains(&&*runtime) {
                 let _ = fs::remove_dir_all(run.join(runtime).join(name));
             }
@@ -256,7 +257,7 @@ pub(super) fn remove_files(dir: &Path) -> Result<()> {
 
 fn remove_files_once(dir: &Path) -> Result<(), MountError> {
     // Runtimes write further files: runc a `.pid` that becomes the pid file.
-    let names = crate::mount::list(dir)?;
+    let names = run_dir::list(dir)?;
     let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
     let gone = |result: io::Result<()>, path: &Path| match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -7,6 +7,7 @@ use serde::Deserialize;
 
 use super::bundle::BundleError;
 use crate::mount::MountError;
+use crate::run_dir::RunDirError;
 
 /// Why a container was not started, or not cleaned up.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +74,12 @@ pub enum RunError {
     /// The image cannot be run, or not with these options.
     #[error(transparent)]
     Bundle(#[from] BundleError),
+}
+
+impl From<RunDirError> for RunError {
+    fn from(error: RunDirError) -> Self {
+        Self::Mount(error.into())
+    }
 }
 
 impl RunError {

@@ -43,7 +43,8 @@ use serde::{Deserialize, Serialize};
 
 use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
-use crate::mount::{At as _, Check, MountError, Mounter, is_at, read_json, read_small, try_flock};
+use crate::mount::{At as _, Check, MountError, Mounter};
+use crate::run_dir::{self, is_at, read_json, read_small, try_flock};
 
 pub(crate) use end::ends_within;
 pub use end::pidfd;
@@ -228,7 +229,7 @@ impl<'a> Containers<'a> {
 
     /// Names of containers that have a directory, or have lost it and left a cgroup.
     fn names(&self) -> Result<Vec<String>> {
-        let mut names = crate::mount::list(&self.dir())?;
+        let mut names = run_dir::list(&self.dir())?;
         let tag = format!("-{}", self.mounter.run_dir().tag());
         for dir in self.cgroup_dirs("/cofolio")? {
             let cgroups = fs::read_dir(dir).into_iter().flatten().flatten();
@@ -297,7 +298,7 @@ impl<'a> Containers<'a> {
     /// where none is mounted may have files of the same names: crun writes there.
     fn cgroup_dirs(&self, cgroup: &str) -> Result<impl Iterator<Item = PathBuf>> {
         let top = self.root.join("sys/fs/cgroup");
-        let hierarchies = crate::mount::list(&top)?;
+        let hierarchies = run_dir::list(&top)?;
         let tops =
             std::iter::once(String::new()).chain(hierarchies).map(move |name| top.join(name));
         let tops = tops.filter(|top| top.join("cgroup.procs").exists());
@@ -379,7 +380,7 @@ fn is_locked(dir: &Path) -> Result<bool> {
 
 /// The record of a container; `None` where none was written, so that nothing was mounted either.
 fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
-    read_json(&dir.join("container.json")).map_err(RunError::Record)
+    read_json(&dir.join("container.json")).map_err(|error| RunError::Record(error.into()))
 }
 
 /// Reads a file of the kernel's; `None` if it, its process or its cgroup is gone. Any other error says nothing about the

@@ -89,7 +89,7 @@ fn in_store(test: impl FnOnce(&Path, Containers<'_>)) {
     let options = cofolio_store::InitOptions::default();
     let store = cofolio_store::Store::init(&dir.path().join("store"), &options).unwrap();
     let domain = store.domain_or_create("default").unwrap();
-    let run = crate::mount::RunDir::at(dir.path().join("run"));
+    let run = run_dir::RunDir::open(dir.path().join("run")).unwrap();
     let mounter = Mounter::new(&domain, run, &cofolio_image::pack::ImageContents);
     let host = dir.path().join("host");
     test(&host, Containers { root: host.clone(), ..Containers::new(mounter) });

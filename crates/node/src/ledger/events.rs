@@ -65,7 +65,8 @@ impl Events {
         self.refused = opens.as_ref().err().map(ToString::to_string);
         self.opens = Some(opens.map_err(LedgerError::io("fanotify"))?);
         state.unknown.begin_watch(state.now());
-        // The first mount would make the directory that is watched, too late to be seen.
+        // The first mount would make the directory that is watched, too late to be seen. Where this
+        // fails, that mount fails as well.
         let _ = state.run.prepare();
         self.watch_mounts(state);
         self.mark_all(state, true);

@@ -75,7 +75,7 @@ use self::report::Reported;
 use self::residency_looks::ResidencyLooks;
 use self::state::State;
 use crate::cgroup::CgroupError;
-use crate::mount::RunDir;
+use crate::run_dir::RunDir;
 
 pub use account::{
     ContainerAccount, DomainAccount, ImageAccount, Machine, Report, Unknown, UsedImage,
@@ -398,7 +398,7 @@ fn of_an_empty_machine() -> (tempfile::TempDir, Ledger) {
     let root = tempfile::tempdir().unwrap();
     let options = cofolio_store::InitOptions::default();
     let store = Store::init(&root.path().join("store"), &options).unwrap();
-    let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
+    let mut ledger = Ledger::new(store, RunDir::open(root.path().join("run")).unwrap());
     ledger.state.root = root.path().to_owned();
     (root, ledger)
 }

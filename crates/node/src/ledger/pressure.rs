@@ -335,7 +335,7 @@ mod tests {
     use super::super::usage::{CgroupId, SuperblockId};
     use super::*;
     use crate::cgroup::Hierarchy;
-    use crate::mount::RunDir;
+    use crate::run_dir::RunDir;
 
     #[test]
     fn pressure_is_read() {
@@ -399,7 +399,8 @@ mod tests {
             let root = tempfile::tempdir().unwrap();
             let store =
                 Store::init(&root.path().join("store"), &InitOptions { immutable: false }).unwrap();
-            let mut ledger = Ledger::new(store.clone(), RunDir::at(root.path().join("run")));
+            let mut ledger =
+                Ledger::new(store.clone(), RunDir::open(root.path().join("run")).unwrap());
             ledger.state.root = root.path().to_owned();
             let hierarchy = Hierarchy::at(version, &root.path().join("cgroup"));
             for path in ["/pod/a", "/pod/b"] {

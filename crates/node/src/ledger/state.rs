@@ -18,8 +18,8 @@ use super::unused::{Unused, UsesSince};
 use super::usage::{CgroupId, ObjectId, SuperblockId, Usage};
 use super::uses::Uses;
 use crate::cgroup::{self, CgroupError, Hierarchy, Version};
-use crate::mount::RunDir;
 use crate::processes;
+use crate::run_dir::RunDir;
 
 /// The time of the usage lists, which last for eight years of it.
 pub(super) const TICKS_PER_SECOND: u32 = 16;

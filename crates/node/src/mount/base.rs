@@ -6,12 +6,13 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use crate::run_dir::{ImageLock, remove_file};
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_store::{Base, Digest, LAYERS_MAX};
 
 use super::error::MountError;
 use super::pin::{EROFS_MAGIC, mounted_root};
-use super::state::{ImageLock, PinRecord, remove_file};
+use super::records::PinRecord;
 use super::{Mounter, mark_user};
 
 /// A mount of a delta, how it was made, and the layers below it.
@@ -156,6 +157,6 @@ impl Mounter<'_> {
 
     fn unmark(&self, domain: &str, base: &Digest, image: &Digest) -> Result<(), MountError> {
         let users = self.run.image_dir(domain, base).join("users");
-        remove_file(&users.join(user_name(image)))
+        Ok(remove_file(&users.join(user_name(image)))?)
     }
 }

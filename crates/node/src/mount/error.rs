@@ -7,6 +7,7 @@ use cofolio_store::Digest;
 use cofolio_store::task::Cancelled;
 
 use super::kernel::KernelError;
+use crate::run_dir::RunDirError;
 
 /// What kind of error it is, for services that answer with codes of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,8 +61,8 @@ pub enum MountError {
     PinnedWithoutVerity(Digest),
     /// A file of the image that is mounted was replaced since.
     #[error(
-        "image {image} cannot be checked: it is mounted from a file that was replaced since, and \
-         its mounts and the images over it ({users}) serve the old one until all are unmounted"
+        "image {image} cannot be checked: its metadata image or its pack was replaced while \
+         mounted; unmount first what still serves the old one (mounts, and images over it: {users})"
     )]
     Replaced {
         /// The image.
@@ -228,6 +229,17 @@ pub enum MountError {
         /// How it failed.
         source: io::Error,
     },
+}
+
+impl From<RunDirError> for MountError {
+    fn from(error: RunDirError) -> Self {
+        match error {
+            RunDirError::Untrusted { path, problem } => Self::RunDirectory { path, problem },
+            RunDirError::State { path, reason } => Self::State { path, reason },
+            RunDirError::Io { action, path, source } => Self::Io { action, path, source },
+            RunDirError::Cancelled(cancelled) => cancelled.into(),
+        }
+    }
 }
 
 impl From<Cancelled> for MountError {

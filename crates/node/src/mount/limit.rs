@@ -15,7 +15,7 @@ use rustix::mount::MountAttrFlags;
 
 use super::error::{At as _, MountError, refused};
 use super::kernel::{self, Context, attach, open_dir, reopen};
-use super::state::RunDir;
+use crate::run_dir::RunDir;
 
 /// What keeps changes from growing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -33,11 +33,11 @@ mod limit;
 pub(crate) mod mountinfo;
 mod pin;
 mod reconcile;
+mod records;
 mod request;
 mod share;
 mod shown;
 mod sparse;
-mod state;
 mod target;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -48,6 +48,7 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use crate::run_dir::{ImageLock, RunDir, remove_file};
 use crate::settings::Backend;
 use cofolio_store::task::Task;
 use cofolio_store::{Contents, Digest, Domain, Error, Root, RootKind, now};
@@ -66,10 +67,10 @@ pub use pin::Pin;
 pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
+pub use records::{MountNumbers, MountPhase, MountRecord, PinRecord, Upper};
 pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions, Unmounted};
 pub(crate) use shown::ShownSuperblock;
 pub(crate) use sparse::WRITABLE_DIRS_MAX;
-pub use state::{MountNumbers, MountPhase, MountRecord, PinRecord, RunDir, Upper};
 pub use upper::KeptChanges;
 pub(crate) use upper::{open_own, writable_dir};
 
@@ -78,8 +79,6 @@ use error::refused;
 use kernel::{LayerStyle, attach, clone_mount};
 pub(crate) use kernel::{open_below, open_cached, open_dir, path_of};
 use reconcile::{Kernel, Way};
-use state::ImageLock;
-pub(crate) use state::{ATTACHED, Lock, is_at, list, read_json, read_small, try_flock};
 use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.
@@ -311,7 +310,7 @@ impl<'a> Mounter<'a> {
         {
             let _stays = self.run.share_domain(self.domain.name())?;
             // From now on an overlay may get a layer of ours.
-            state::remove_file(&self.run.overlays_path(self.domain.name()))?;
+            remove_file(&self.run.overlays_path(self.domain.name()))?;
             mark_user(&self.run, self.domain.name(), &image, &record.id)?;
         }
         self.step(Step::Marked);

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use crate::run_dir::{ImageLock, find_name, list, read_json, remove_file, to_json};
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_store::{Digest, Purpose, Root, RootKind, StoredFile, replace_file};
 use rustix::fs::CWD;
@@ -19,9 +20,7 @@ use super::in_use::{self, Elsewhere, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
-use super::state::{
-    ImageLock, MountRecord, PinRecord, find_name, list, read_json, remove_file, to_json,
-};
+use super::records::{MountRecord, PinRecord};
 use super::{Backing, Check, MountOptions, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
@@ -475,7 +474,7 @@ impl Mounter<'_> {
         domain: &str,
         image: &Digest,
     ) -> Result<Option<PinRecord>, MountError> {
-        read_json(&self.run.image_dir(domain, image).join("pin.json"))
+        Ok(read_json(&self.run.image_dir(domain, image).join("pin.json"))?)
     }
 
     /// Unmounts a pinned image, with its lock held. If its superblock has other users, the image

@@ -5,6 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use crate::run_dir::{ImageLock, list, remove_file};
 use crate::settings::Backend;
 use cofolio_store::{Digest, Domain, RootKind};
 use cofolio_sys::mount::mount_id;
@@ -18,8 +19,8 @@ use super::in_use::{self, Superblock, has_overlay};
 use super::kernel::{self, path_of};
 use super::mountinfo::{self, KernelMount, LazyMounts, source_of};
 use super::pin::{DETACHED, Unpinned};
+use super::records::{MountPhase, MountRecord, Namespace};
 use super::sparse::below;
-use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_file};
 use super::upper;
 use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
 

@@ -6,7 +6,7 @@ use cofolio_store::Digest;
 use serde::{Deserialize, Serialize};
 
 use super::idmap::IdMap;
-use super::state::MountRecord;
+use super::records::MountRecord;
 
 /// Whether and where a mount can be written to.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

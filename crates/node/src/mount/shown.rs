@@ -11,8 +11,9 @@ use super::error::{At as _, MountError};
 use super::mountinfo::LazyMounts;
 use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
 use super::reconcile::Way;
-use super::state::{MountRecord, PinRecord, RunDir, list, read_json};
+use super::records::{MountRecord, PinRecord};
 use super::{MountPhase, MountState, open_cached, sparse};
+use crate::run_dir::{RunDir, list, read_json};
 use crate::settings::Backend;
 
 /// A superblock of ours in this mount namespace.

@@ -21,7 +21,7 @@ use super::error::{At as _, MountError, refused};
 use super::in_use::{self, Copies};
 use super::kernel::{self, KernelError, attach, clone_mount, open_below, open_directory_below};
 use super::mountinfo;
-use super::state::{MountNumbers, Upper};
+use super::records::{MountNumbers, Upper};
 
 /// How long an unmount waits for passing users.
 const PATIENCE: Duration = Duration::from_millis(500);

@@ -26,10 +26,10 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_cached, open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{
-    MountRecord, RunDir, Upper, is_at, list, read_json, read_small, to_json, try_flock,
-};
+use super::records::{MountRecord, Upper};
 use crate::links;
+use crate::owner::may_others_write;
+use crate::run_dir::{RunDir, is_at, list, read_json, read_small, to_json, try_flock};
 
 /// Beside `upper`: this directory is to stay.
 const KEEP: &str = "keep";
@@ -169,7 +169,7 @@ pub(crate) fn open_own(dir: &Path) -> rustix::io::Result<Result<OwnedFd, &'stati
     if stat.st_uid != rustix::process::geteuid().as_raw() {
         return Ok(Err("it belongs to another user, who could redirect writes and mounts in it"));
     }
-    if stat.st_mode & 0o022 != 0 {
+    if may_others_write(stat.st_mode) {
         return Ok(Err("other users can write to it, and could redirect writes and mounts in it"));
     }
     Ok(Ok(dir))

@@ -30,8 +30,9 @@ pub use self::record::{Recorded, Subject, record, written_by};
 use crate::cache::named_objects;
 use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError, paths_of_objects};
-use crate::mount::{Lock, RunDir, WRITABLE_DIRS_MAX, open_below, open_dir};
+use crate::mount::{WRITABLE_DIRS_MAX, open_below, open_dir};
 use crate::page_files::{self, PageFiles};
+use crate::run_dir::{Lock, RunDir};
 
 /// The version that is written and read.
 const VERSION: u32 = 1;

@@ -258,14 +258,14 @@ mod tests {
     use cofolio_store::{InitOptions, Store};
 
     use super::*;
-    use crate::mount::RunDir;
+    use crate::run_dir::RunDir;
 
     /// Records a container that never mounts anything, cancelled. Its process is a shell.
     fn cancelled(script: &str) -> ProfileError {
         let scratch = tempfile::tempdir().unwrap();
         let store = Store::init(&scratch.path().join("store"), &InitOptions::default()).unwrap();
         let domain = store.domain_or_create("default").unwrap();
-        let run = RunDir::at(scratch.path().join("run"));
+        let run = RunDir::open(scratch.path().join("run")).unwrap();
         let containers = Containers::new(Mounter::new(&domain, run, &ImageContents));
         let mut start = Command::new("sh");
         start.args(["-c", script]);

@@ -15,7 +15,8 @@ use cofolio_store::{
 
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
-use crate::mount::{MountError, Mounter, RunDir};
+use crate::mount::{MountError, Mounter};
+use crate::run_dir::RunDir;
 use bases::BasesReport;
 
 const DAY_SECONDS: i64 = 86_400;

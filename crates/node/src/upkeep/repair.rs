@@ -26,7 +26,7 @@ pub struct Checked {
     pub had_damage: bool,
     /// Sources that failed: their numbers, from 0, and why.
     pub failed: Vec<(usize, String)>,
-    /// Damage that is gone.
+    /// Damage that is gone, and directories that were made again.
     pub repaired: Vec<Finding>,
     /// Mounts that may still show files that were replaced.
     pub mounts: Vec<PathBuf>,
@@ -90,13 +90,18 @@ impl Upkeep<'_> {
         let domain = self.domain;
         let options = FsckOptions { rehash };
         let mut before = domain.fsck(&ImageContents, options, task)?;
-        let is_directory = |it: &Finding| it.kind == FindingKind::DirectoryMissing;
+        let is_directory = |it: &Finding| {
+            matches!(it.kind, FindingKind::DirectoryMissing | FindingKind::StagingMissing)
+        };
         if repair.is_some() && before.findings.iter().any(is_directory) {
             domain.make_directories()?;
-            let mut missing = before.findings;
-            missing.retain(is_directory);
-            before = domain.fsck(&ImageContents, options, task)?;
-            before.findings.append(&mut missing);
+            // Without a directory of the domain nothing else was looked at.
+            if before.findings.iter().any(|it| it.kind == FindingKind::DirectoryMissing) {
+                let mut missing = before.findings;
+                missing.retain(is_directory);
+                before = domain.fsck(&ImageContents, options, task)?;
+                before.findings.append(&mut missing);
+            }
         }
         let is_sound = before.findings.is_empty() && before.more == 0;
         let Some(sources) = repair.filter(|_| !is_sound) else {
@@ -144,8 +149,8 @@ impl Upkeep<'_> {
         let is_left = |it: &Finding| {
             left.findings.iter().any(|other| other.kind.is_damage() && other.path == it.path)
         };
-        let lost = before.findings.iter().filter(is_lost);
-        checked.repaired = lost.filter(|it| !is_left(it)).cloned().collect();
+        let mended = before.findings.iter().filter(|it| is_lost(it) || is_directory(it));
+        checked.repaired = mended.filter(|it| !is_left(it)).cloned().collect();
         if checked.had_damage {
             checked.mounts = self.mounts_with(&first)?;
         }

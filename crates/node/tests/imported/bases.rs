@@ -8,7 +8,8 @@ use std::time::Duration;
 use cofolio_image::compose::base::Based;
 use cofolio_image::pack::{ImageContents, PackOptions, pack};
 use cofolio_node::ledger::{Budget, FileOrder, ImageFile, Ledger, LedgerError};
-use cofolio_node::mount::{Access, Check, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, Check, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 use cofolio_node::upkeep::bases::{self, BasesReport};
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, FileKind, FileName, GcOptions};
@@ -143,7 +144,8 @@ fn an_image_over_its_base_shows_what_it_shows_alone() {
     let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
     let [a, b, c] = ["a", "b", "c"].map(|name| Blob::gzip(&upper(name).end()));
     let (first, _) = import(&bench, "first", &[&one, &two, &a]);
-    let mounter = || Mounter::new(&bench.domain, RunDir::at(bench.path("run")), &ImageContents);
+    let mounter =
+        || Mounter::new(&bench.domain, RunDir::open(bench.path("run")).unwrap(), &ImageContents);
     let look = |image: Digest| {
         let target = bench.path("mnt");
         let request = MountRequest { create_target: true, ..MountRequest::new(image, &target) };
@@ -182,7 +184,7 @@ fn the_ledger_tells_a_base_from_what_is_over_it() {
     let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
     let (first, _) = import(&bench, "first", &[&one, &two, &a]);
     import(&bench, "second", &[&one, &two, &b]);
-    let run = || RunDir::at(bench.path("run"));
+    let run = || RunDir::open(bench.path("run")).unwrap();
     let mounter = Mounter::new(&bench.domain, run(), &ImageContents);
     for access in [Access::ReadOnly, Access::Writable] {
         let target = bench.path("mnt");
@@ -208,7 +210,7 @@ fn files_in_use(bench: &Bench, image: Digest, target: &Path) -> Vec<String> {
         FileMap::new(&file, size).unwrap()
     };
     let _maps = MAPPED.map(map);
-    let run = RunDir::at(bench.path("run"));
+    let run = RunDir::open(bench.path("run")).unwrap();
     let mut ledger = Ledger::new(bench.domain.store().clone(), run);
     ledger.sample_all().unwrap();
     let mut files =
@@ -233,7 +235,8 @@ fn the_ledger_knows_what_was_mounted_before_there_was_a_base() {
     let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
     let layout = Layout::image(bench.path("first"), &[one.clone(), two.clone(), a]);
     let first = bench.import(&layout.source()).unwrap().image;
-    let mounter = Mounter::new(&bench.domain, RunDir::at(bench.path("run")), &ImageContents);
+    let mounter =
+        Mounter::new(&bench.domain, RunDir::open(bench.path("run")).unwrap(), &ImageContents);
     let mount = |name: &str, access: Access, check: Check| {
         let request = MountRequest::new(first, bench.path(name));
         let request = MountRequest { access, check, create_target: true, ..request };
@@ -275,7 +278,7 @@ fn the_ledger_knows_files_of_a_base_that_only_later_images_use() {
     let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
     let (first, _) = import(&bench, "first", &[&one, &two, &a]);
     import(&bench, "second", &[&one, &two, &b]);
-    let run = || RunDir::at(bench.path("run"));
+    let run = || RunDir::open(bench.path("run")).unwrap();
     let mounter = Mounter::new(&bench.domain, run(), &ImageContents);
     let mount = |image: Digest, name: &str| {
         let request = MountRequest::new(image, bench.path(name));
@@ -325,7 +328,8 @@ fn all_figures_now_are_of_all_objects() {
     let layer = Blob::gzip(&wide("one").end());
     let layout = Layout::image(bench.path("image"), &[layer]);
     let image = bench.import(&layout.source()).unwrap().image;
-    let mut ledger = Ledger::new(bench.domain.store().clone(), RunDir::at(bench.path("run")));
+    let mut ledger =
+        Ledger::new(bench.domain.store().clone(), RunDir::open(bench.path("run")).unwrap());
     ledger.refresh(&Budget::UNLIMITED).unwrap();
     let files =
         ledger.files("default", &image, FileOrder::Path, usize::MAX).unwrap().unwrap().files;
@@ -350,7 +354,7 @@ fn all_figures_now_are_of_all_objects() {
 fn a_look_at_everything_is_cancelled() {
     let bench = Bench::new();
     let cancel = Cancel::default();
-    let run = RunDir::at(bench.path("run"));
+    let run = RunDir::open(bench.path("run")).unwrap();
     let mut ledger = Ledger::new(bench.domain.store().clone(), run).with_cancel(cancel.clone());
     ledger.sample_all().unwrap();
     cancel.cancel();
@@ -387,7 +391,8 @@ fn all_metadata_is_counted_once() {
         map.resident_pages().unwrap() * page_size()
     };
     let report = || {
-        let mut ledger = Ledger::new(bench.domain.store().clone(), RunDir::at(bench.path("run")));
+        let mut ledger =
+            Ledger::new(bench.domain.store().clone(), RunDir::open(bench.path("run")).unwrap());
         ledger.sample_all().unwrap();
         let report = ledger.report().unwrap();
         let of_image = |image| report.images.iter().find(|it| it.image == image).unwrap();

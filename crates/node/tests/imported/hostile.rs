@@ -5,7 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
+use cofolio_node::run_dir::RunDir;
 
 use crate::support::*;
 
@@ -36,7 +37,8 @@ fn mounted(layers: &[Blob], access: Access, look: impl Fn(&Path)) {
     let dir = bench.dir.path().canonicalize().unwrap();
     let target = dir.join("target");
     fs::create_dir(&target).unwrap();
-    let mounter = Mounter::new(&bench.domain, RunDir::at(dir.join("run")), &ImageContents);
+    let mounter =
+        Mounter::new(&bench.domain, RunDir::open(dir.join("run")).unwrap(), &ImageContents);
     mounter.mount(&MountRequest { access, ..MountRequest::new(image, &target) }).unwrap();
     let looked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| look(&target)));
     let options = UmountOptions::default();

@@ -34,8 +34,9 @@ use cofolio_node::ledger::{
     Budget, ContainerAccount, FileOrder, ImageFile, Ledger, LedgerError, ReclaimPolicy,
     ReclaimRequest, ReclaimTarget, Reclaimed, Report, UsedImage,
 };
-use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
 use cofolio_node::profile::Recorder;
+use cofolio_node::run_dir::RunDir;
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Store};
 use live::{Holder, alone, cgroup, next_tick};
@@ -82,7 +83,7 @@ impl Pair {
     }
 
     fn run(&self) -> RunDir {
-        RunDir::at(self.dir.path().join("run"))
+        RunDir::open(self.dir.path().join("run")).unwrap()
     }
 
     fn mounter(&self) -> Mounter<'_> {

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 
-use crate::mount::{ATTACHED, RunDir};
+use crate::run_dir::{ATTACHED, RunDir};
 
 /// Bytes of events that are read at once: some eighty.
 const BUFFER: usize = 4096;

@@ -13,8 +13,9 @@ use super::super::usage::SuperblockId;
 use super::layers::open_directory;
 use super::tables::{Inodes, metadata_images};
 use super::{Place, Superblock, Superblocks, Upper, id_of};
-use crate::mount::{LazyMounts, MountError, MountRecord, RunDir, ShownSuperblock};
+use crate::mount::{LazyMounts, MountError, MountRecord, ShownSuperblock};
 use crate::processes::Device;
+use crate::run_dir::RunDir;
 use crate::settings::Backend;
 
 /// What tells an entry of the run directory from an earlier one at its path.

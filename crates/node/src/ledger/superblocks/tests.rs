@@ -25,8 +25,8 @@ use super::tables::Inodes;
 use super::{Place, Superblock, Superblocks};
 use crate::address_space;
 use crate::cgroup::Hierarchy;
-use crate::mount::RunDir;
 use crate::processes::{self, Device, Mapping};
+use crate::run_dir::RunDir;
 use crate::settings::Backend;
 
 const IMAGE: &str = "2492664271cd9a238b4cf0dfb7eee50a5b508206ffb2f994a5a9f3d588849784";
@@ -74,7 +74,7 @@ impl Proc {
     }
 
     fn ledger(&self) -> Ledger {
-        let mut ledger = Ledger::new(self.store(), RunDir::at(self.root().join("run")));
+        let mut ledger = Ledger::new(self.store(), RunDir::open(self.root().join("run")).unwrap());
         ledger.refresh(&Budget::UNLIMITED).unwrap();
         ledger.state.root = self.root().to_owned();
         ledger.state.hierarchy = Hierarchy::find(Path::new("/nowhere"));

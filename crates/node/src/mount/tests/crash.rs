@@ -81,7 +81,8 @@ fn child() {
             );
         }
     };
-    let mounter = Mounter::new(&domain, RunDir::at(base.join("run")), &known).with_steps(&die);
+    let mounter =
+        Mounter::new(&domain, RunDir::open(base.join("run")).unwrap(), &known).with_steps(&die);
     let mounter = if mode == "sparse-late" { mounter.with_late_assembly() } else { mounter };
     let target = base.join(target);
     if mode == "leave" || mode == "keep" {

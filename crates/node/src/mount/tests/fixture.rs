@@ -12,8 +12,8 @@ use cofolio_store::{
 };
 use tempfile::TempDir;
 
-use crate::mount::state::list;
-use crate::mount::{Mounter, RunDir, kernel, mountinfo};
+use crate::mount::{Mounter, kernel, mountinfo};
+use crate::run_dir::{RunDir, list};
 use cofolio_image::pack::ImageContents;
 use cofolio_image::pack::{PackOptions, pack};
 
@@ -203,7 +203,7 @@ impl Fixture {
     }
 
     pub(crate) fn run_dir(&self) -> RunDir {
-        RunDir::at(self.path("run"))
+        RunDir::open(self.path("run")).unwrap()
     }
 
     pub(crate) fn mounter(&self) -> Mounter<'_> {

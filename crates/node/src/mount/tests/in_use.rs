@@ -9,6 +9,7 @@ use std::sync::mpsc;
 
 use super::fixture::{Fixture, needs_inode_share, needs_mounts};
 use super::*;
+use crate::run_dir::list;
 
 /// A user of a mount: where it reads, and what ends it.
 pub(super) struct User {
@@ -131,7 +132,7 @@ fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
     assert_eq!(fixture.gc().images, 0, "{story}");
     check("after gc");
     // A mount of another run directory on the same store, to which only the store speaks.
-    let run = RunDir::at(fixture.path("another-run"));
+    let run = RunDir::open(fixture.path("another-run")).unwrap();
     let another = Mounter::new(&fixture.domain, run, &fixture.known);
     assert_eq!(another.reconcile().unwrap().failed, [""; 0], "{story}");
     let live = || Ok(Vec::new());

@@ -446,7 +446,8 @@ fn peers_of_the_run_directory_lose_what_is_unmounted() {
     let flags = rustix::mount::MountPropagationFlags::SHARED;
     rustix::mount::mount_change(&shared, flags).unwrap();
     rustix::mount::mount_bind(&shared, &peer).unwrap();
-    let mounter = Mounter::new(&fixture.domain, RunDir::at(shared.join("run")), &fixture.known);
+    let mounter =
+        Mounter::new(&fixture.domain, RunDir::open(shared.join("run")).unwrap(), &fixture.known);
     let before = fixture.mounts();
     let request = read_only(&fixture, "shared/one");
     mounter.mount(&request).unwrap();
