@@ -248,12 +248,18 @@ impl Mounter<'_> {
             kernel::unmount(path, true).map_err(refused)?;
             self.step(Step::Detached);
         }
-        let changes = upper::discard(record)?;
-        let scratch = record.scratch.as_deref().map(upper::discard_own).transpose()?.flatten();
+        let domain = self.domain_of(&record.domain)?;
+        let base = upper::writable_dir(&domain)?;
+        let own = |dir: &Path| upper::own_path(&base, &record.id, dir);
+        let discard = |dir: Option<&PathBuf>| dir.map(|it| upper::discard_own(it)).transpose();
+        let upper = record.upper.as_ref();
+        let own_upper = upper.filter(|it| !it.given).and_then(|it| own(&it.dir));
+        let is_kept = upper::kept_dir(record).is_some();
+        let changes = discard(own_upper.as_ref().filter(|_| !is_kept))?.flatten();
+        let scratch = discard(record.scratch.as_deref().and_then(own).as_ref())?.flatten();
         self.step(Step::UpperGone);
         // What is kept is not removed, but may still be written to.
-        let upper = record.upper.as_ref();
-        let dir = changes.as_deref().or(upper.map(|upper| &*upper.dir));
+        let dir = changes.as_deref().or(own_upper.as_deref());
         // In doubt it is in use, as where a server on the way to it does not answer.
         let mounts = LazyMounts::new(&self.root);
         let open_given =
@@ -289,7 +295,6 @@ impl Mounter<'_> {
         if record.created_target && !is_elsewhere && (is_own() || is_free()) {
             let _ = fs::remove_dir(&record.target);
         }
-        let domain = self.domain_of(&record.domain)?;
         unless_read_only(domain.remove_root(RootKind::Mount, &record.id))?;
         self.step(Step::Unrooted);
         self.run.remove_record(&record.id)?;

@@ -403,12 +403,12 @@ pub(crate) fn kept_dir(record: &MountRecord) -> Option<&Path> {
     (upper.given || is_kept()).then_some(&upper.dir)
 }
 
-/// Takes an ended mount's directory out of sight, for [`remove`] at leisure, unless it is kept.
-pub(crate) fn discard(record: &MountRecord) -> Result<Option<PathBuf>, MountError> {
-    match (&record.upper, kept_dir(record)) {
-        (Some(upper), None) => discard_own(&upper.dir),
-        _ => Ok(None),
-    }
+/// Where a directory of [`own_dir`] is that a mount's record names; `base` is [`writable_dir`]. Only its
+/// name is believed: a record that somebody else wrote could name any directory of this machine, and
+/// this one is removed.
+pub(crate) fn own_path(base: &Path, id: &str, recorded: &Path) -> Option<PathBuf> {
+    let name = recorded.file_name()?.to_str()?;
+    name.strip_prefix(id)?.starts_with('-').then(|| base.join(name))
 }
 
 /// Takes a directory of [`make_own`] out of sight.

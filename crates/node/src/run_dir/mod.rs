@@ -32,7 +32,7 @@ mod error;
 mod files;
 mod lock;
 
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, Metadata, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -73,6 +73,28 @@ fn make_directories(path: &Path, mode: u32) -> io::Result<()> {
     Ok(())
 }
 
+/// Fails if another user may write to a directory. A missing one is nobody's. One above the run
+/// directory may be sticky, where others can replace nothing that is ours, and in a user namespace
+/// without root it belongs to whom `/` does.
+fn check(path: &Path, found: io::Result<Metadata>, is_above: bool) -> Result<(), RunDirError> {
+    let found = match found {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found.at("look at", path)?,
+    };
+    let (owner, mode) = (found.uid(), found.mode());
+    let problem = if !found.is_dir() {
+        "is no directory".to_owned()
+    } else if !is_own(owner) && !(is_above && owner == fs::metadata("/").at("look at", path)?.uid())
+    {
+        format!("belongs to user {owner}")
+    } else if may_others_write(mode) && !(is_above && mode & 0o1000 != 0) {
+        format!("can be written by other users (mode {:o})", mode & 0o7777)
+    } else {
+        return Ok(());
+    };
+    Err(RunDirError::Untrusted { path: path.to_owned(), problem })
+}
+
 impl RunDir {
     /// The run directory of a store: `/run/cofolio/<store-id>`, or below `COFOLIO_RUN`.
     ///
@@ -90,6 +112,7 @@ impl RunDir {
     pub fn open(path: impl Into<PathBuf>) -> Result<Self, RunDirError> {
         let run = Self { path: path.into(), waiting: Cancel::default() };
         run.check_owner()?;
+        run.check_around()?;
         Ok(run)
     }
 
@@ -107,27 +130,25 @@ impl RunDir {
         &self.path
     }
 
-    /// Fails as [`RunDir::open`] does. Missing directories are nobody's.
+    /// Fails as [`RunDir::open`] does, but looks at this directory only.
     fn check_owner(&self) -> Result<(), RunDirError> {
-        let above = self.path.parent().map(|above| (above, fs::metadata(above)));
         // A link of its name could be anybody's.
-        let here = Some((self.path(), fs::symlink_metadata(&self.path)));
-        for (path, found) in above.into_iter().chain(here) {
-            let found = match found {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                found => found.at("look at", path)?,
-            };
-            let (owner, mode) = (found.uid(), found.mode());
-            let problem = if !found.is_dir() {
-                "is no directory".to_owned()
-            } else if !is_own(owner) {
-                format!("belongs to user {owner}")
-            } else if may_others_write(mode) && (mode & 0o1000 == 0 || path == self.path) {
-                format!("can be written by other users (mode {:o})", mode & 0o7777)
-            } else {
-                continue;
-            };
-            return Err(RunDirError::Untrusted { path: path.to_owned(), problem });
+        check(&self.path, fs::symlink_metadata(&self.path), false)
+    }
+
+    /// The same for what is in it and for all directories above: who can write to one of them can put
+    /// another directory in the place of this one.
+    fn check_around(&self) -> Result<(), RunDirError> {
+        for name in Self::OWN {
+            let path = self.path.join(name);
+            check(&path, fs::symlink_metadata(&path), false)?;
+        }
+        let named = std::path::absolute(&self.path).at("look at", &self.path)?;
+        // Where links on the way lead.
+        let is_there = named.ancestors().skip(1).find_map(|above| fs::canonicalize(above).ok());
+        let real = is_there.unwrap_or_default();
+        for path in named.ancestors().skip(1).chain(real.ancestors()) {
+            check(path, fs::metadata(path), true)?;
         }
         Ok(())
     }
@@ -210,6 +231,9 @@ mod tests {
         };
         // The group passed, although all of its members can write.
         for bits in [0o777, 0o731] {
+            mode("base/run/mounts", bits);
+            assert_eq!(problem().0, Path::new("base/run/mounts"));
+            mode("base/run/mounts", 0o700);
             let others = format!("can be written by other users (mode {bits:o})");
             mode("base", bits);
             assert_eq!(problem(), ("base".into(), others.clone()));
@@ -220,7 +244,8 @@ mod tests {
             mode("base/run", 0o711);
         }
         if rustix::process::geteuid().is_root() {
-            for name in ["base", "base/run"] {
+            // Of those above only the next one was looked at.
+            for name in ["", "base", "base/run", "base/run/locks"] {
                 std::os::unix::fs::chown(dir.path().join(name), Some(65534), None).unwrap();
                 assert_eq!(problem(), (name.into(), "belongs to user 65534".to_owned()));
                 std::os::unix::fs::chown(dir.path().join(name), Some(0), None).unwrap();

@@ -481,6 +481,31 @@ fn a_bind_mount_of_the_store_shows_what_is_used() {
     fixture.assert_clean("at the end");
 }
 
+/// A record in a run directory that others could write to named a directory of root's as its changes, and
+/// `gc` removed it.
+#[test]
+fn a_record_removes_no_directory_of_others() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = MountRequest { scratch: true, ..writable(&fixture, "one") };
+    let record = mounter.mount(&request).unwrap();
+    let path = fixture.path(&format!("run/mounts/{}.json", record.id));
+    let (dir, scratch) = (record.upper.clone().unwrap().dir, record.scratch.clone().unwrap());
+    let victims = ["upper", "scratch"].map(|name| fixture.path("victim").join(name));
+    for (victim, own) in victims.iter().zip([&dir, &scratch]) {
+        fs::create_dir_all(victim.join("upper")).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        fs::write(&path, text.replace(own.to_str().unwrap(), victim.to_str().unwrap())).unwrap();
+    }
+    umount(&mounter, &request.target);
+    assert!(victims.iter().all(|victim| victim.join("upper").exists()));
+    // What it had named is its own no more, and goes like all that has no record.
+    mounter.reconcile().unwrap();
+    assert!(!dir.exists() && !scratch.exists());
+    fixture.assert_clean("at the end");
+}
+
 /// What a profile says of a container's writes.
 #[test]
 fn written_directories_are_those_that_changed() {
