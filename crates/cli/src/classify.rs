@@ -80,7 +80,7 @@ const DAMAGED_IMAGE: &str =
 const DAMAGED_PROFILE: &str = "`cofolio profile record IMAGE` makes another one (with --rw also of \
      where it writes); `cofolio profile rm IMAGE` removes it";
 
-const UNTRUSTED_RUN_DIR: &str = "--run-dir DIR or COFOLIO_RUN says where it is: below a directory that only \
+const UNTRUSTED_RUN_DIR: &str = "--run-dir DIR or COFOLIO_RUN says where it is: below directories that only \
      this user or root can write to";
 
 /// What mends a damaged file of the store, by its path relative to the store.

@@ -9,10 +9,10 @@ use cofolio_store::task::Cancelled;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunDirError {
-    /// Somebody else could put anything into it, and its records say what to remove.
+    /// Somebody else could put anything into it, and its records say what to unmount.
     #[error("cannot trust the run directory: {} {problem}", path.display())]
     Untrusted {
-        /// It, or the directory that it is in.
+        /// It, or a directory in it or above it.
         path: PathBuf,
         /// What is wrong with it.
         problem: String,

@@ -82,10 +82,11 @@ fn check(path: &Path, found: io::Result<Metadata>, is_above: bool) -> Result<(),
         found => found.at("look at", path)?,
     };
     let (owner, mode) = (found.uid(), found.mode());
+    let of_root = || fs::metadata("/").map(|root| root.uid()).at("look at", path);
+    let is_trusted = is_own(owner) || is_above && owner == of_root()?;
     let problem = if !found.is_dir() {
         "is no directory".to_owned()
-    } else if !is_own(owner) && !(is_above && owner == fs::metadata("/").at("look at", path)?.uid())
-    {
+    } else if !is_trusted {
         format!("belongs to user {owner}")
     } else if may_others_write(mode) && !(is_above && mode & 0o1000 != 0) {
         format!("can be written by other users (mode {:o})", mode & 0o7777)
@@ -105,7 +106,7 @@ impl RunDir {
     }
 
     /// A run directory elsewhere. It may be missing: the first mount makes it. It is refused if
-    /// another user could have written its records, which say what to unmount and to remove.
+    /// another user could have written its records, which say what to unmount.
     ///
     /// # Errors
     /// [`RunDirError::Untrusted`], [`RunDirError::Io`].
