@@ -309,8 +309,8 @@ fn of_mount(error: &MountError) -> Classified {
         }
         MountError::NoVerity(_) => hint(
             Exit::Missing,
-            "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what \
-             this one has",
+            "a store on ext4 made with `-O verity` or on btrfs has it, if the kernel has \
+             CONFIG_FS_VERITY; `cofolio doctor` says what this one has",
         ),
         MountError::NotShared(_) => {
             hint(Exit::Missing, "`cofolio pack --again IMAGE` makes its pack anew")

@@ -583,6 +583,26 @@ fn repair_protects_what_is_not() {
     let report = sandbox.run(&["fsck", "--json"]);
     report.ok();
     assert_eq!(kinds(&report.json()["findings"]), [""; 0]);
+
+    // After --repair the hint was to do just that, and what the damage hits was missing.
+    let passwd = sandbox.object("box:1", "/etc/passwd");
+    let altered = fs::read(&passwd).unwrap().to_ascii_uppercase();
+    overwrite(&passwd, &altered).unwrap();
+    let finding = |args: &[&str]| {
+        let report = sandbox.run(args).fails_with(4).json();
+        let findings = report["findings"].as_array().unwrap().clone();
+        findings.into_iter().find(|it| it["kind"] == "object-altered").unwrap()
+    };
+    let found = finding(&["fsck", "--json"]);
+    assert!(found["user"].as_str().unwrap().starts_with("image "), "{found}");
+    assert_eq!(
+        (&found["refs"][0], &found["files"][0]),
+        (&json!("box:1"), &json!("box:1 /etc/passwd"))
+    );
+    assert_eq!(finding(&["fsck", "--repair", "--json"]), found);
+    let said = sandbox.run(&["fsck", "--repair"]).fails_with(4).stdout.clone();
+    assert!(said.contains("unprotected: damaged files"), "{said}");
+    assert!(!said.contains("protects them"), "{said}");
 }
 
 /// The record of one name was torn. Whoever lists images, or looks at one, once saw nothing but that. Now all that can

@@ -258,7 +258,8 @@ function showDrawer() {
     $("drawer-title").replaceChildren(foreign(state.get("path") ?? short(object)));
     if (body) note.push(bytesNode(body.resident_bytes), " resident of ", bytesNode(body.bytes),
       ". Object ", foreign(body.object, { class: "digest" }), ".");
-    usersTable.show(body?.users ?? []);
+    // Only the answer itself names the domain.
+    usersTable.show((body?.users ?? []).map((it) => ({ ...it, domain: body.domain })));
   } else {
     const name = foreign(short(digest), { title: harmless(digest) });
     $("drawer-trail").replaceChildren("Files of image ", name);

@@ -252,6 +252,17 @@ impl Domain {
         options: FsckOptions,
         task: &Task,
     ) -> Result<FsckReport> {
+        let reading = |threads| if options.rehash { Reading::Cached(threads) } else { Reading::No };
+        self.fsck_reading(contents, &reading, task)
+    }
+
+    /// Looks for damage; `reading` says what is read on so many threads. Fails as [`Domain::fsck`].
+    pub(crate) fn fsck_reading(
+        &self,
+        contents: &dyn Contents,
+        reading: &dyn Fn(usize) -> Reading,
+        task: &Task,
+    ) -> Result<FsckReport> {
         let _lock = self.lock_shared()?;
         let mut report = FsckReport::default();
         if let Some(detail) = self.store().open_to_others()? {
@@ -282,7 +293,6 @@ impl Domain {
             other => drop(other?),
         }
         let threads = self.disk().parallelism();
-        let reading = |threads| if options.rehash { Reading::Cached(threads) } else { Reading::No };
         let mut one = Examiner::new(self, contents, reading(1), &task.cancel);
         one.derived = self.derived_images()?;
         let (users, mut named) = one.fsck_images_and_layers(&mut report)?;

@@ -9,7 +9,7 @@ use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
 use crate::error::{At, Error, Result, by_hand, is_damage};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
-use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport, sort};
+use crate::fsck::{FindingKind, FsckReport};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::RECORDS;
@@ -356,20 +356,11 @@ impl Domain {
         contents: &dyn Contents,
         task: &Task,
     ) -> Result<FsckReport> {
-        let mut report = self.fsck(contents, FsckOptions { rehash: false }, task)?;
-        let examiner = Examiner::new(self, contents, Reading::Cached(1), &task.cancel);
         let content = |kind| move |digest| FileName::content(kind, digest);
         let objects = damage.objects.iter().map(content(FileKind::Object));
-        for name in objects.chain(damage.images.iter().map(content(FileKind::Image))) {
-            // Missing and truncated ones, and what cannot be read as an image, are known already.
-            let finding = examiner.look(&name, None)?.0.finding();
-            let damage = report.findings.iter().filter(|known| known.kind.is_damage());
-            let is_known = |new: &Finding| damage.clone().any(|known| known.path == new.path);
-            let finding = finding.filter(|finding| !is_known(finding));
-            report.findings.extend(finding);
-        }
-        sort(&mut report.findings);
-        Ok(report)
+        let images = damage.images.iter().map(content(FileKind::Image));
+        let damaged: HashSet<_> = objects.chain(images).collect();
+        self.fsck_reading(contents, &|_| Reading::Only(damaged.clone()), task)
     }
 
     /// Missing images and layers that a ref or root names. Unreadable records are own findings.

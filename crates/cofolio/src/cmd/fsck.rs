@@ -126,8 +126,13 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         });
         context.ui.table(&findings_table(shown))?;
         if unprotected > 0 {
-            let text = "unprotected: `cofolio fsck --repair` protects them, --json lists them";
-            context.ui.line(format!("{} {text}", plural(unprotected as u64, "file")))?;
+            let text = match args.repair {
+                // It protected the others.
+                true => "damaged files, and then images too, stay so until the files are restored",
+                false => "`cofolio fsck --repair` protects them",
+            };
+            let files = plural(unprotected as u64, "file");
+            context.ui.line(format!("{files} unprotected: {text}; --json lists them"))?;
         }
         if report.more > 0 {
             context.ui.line(format!("and {} more", human_count(report.more)))?;

@@ -79,7 +79,8 @@ const NO_PROGRAM: u8 = 127;
     cofolio run docker://registry.example/team/app:1\n  \
     cofolio run --userns 0:100000:65536 --rw --size 1G -v /srv/in:/in:ro builder -- make")]
 pub(crate) struct Args {
-    /// Ref, first digits of a digest, or docker://NAME, which is pulled if the store lacks it
+    /// Ref, first digits of a digest, or docker://NAME, which is pulled if the store lacks it; --digest
+    /// does not replace it
     image: String,
     /// Arguments in place of the image's own; its entry point stays
     #[arg(trailing_var_arg = true)]

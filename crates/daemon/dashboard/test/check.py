@@ -10,7 +10,7 @@ import argparse
 import html.parser
 import os
 import time
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
 import fixtures
 import serve
@@ -135,6 +135,21 @@ def harmless(text):
         or "\u2066" <= c <= "\u2069"
     )
     return "".join("".join(f"\\x{b:02x}" for b in c.encode()) if bad(c) else c for c in text)
+
+
+def in_domain(image):
+    return "" if image["domain"] == "default" else f" ({image['domain']})"
+
+
+def labels(report):
+    """What the page calls each image where it has only its domain and digest."""
+    more = lambda names: f" +{len(names) - 1}" if len(names) > 1 else ""
+    return {
+        (i["domain"], i["image"]): ((i["names"] or [""])[0] or i["image"][:12])
+        + in_domain(i)
+        + more(i["names"])
+        for i in report["images"]
+    }
 
 
 class Checks:
@@ -268,14 +283,7 @@ class Checks:
             images = sorted(filter(inside, report["images"]), key=lambda i: -i["resident_bytes"])[
                 :50
             ]
-        more = lambda names: f" +{len(names) - 1}" if len(names) > 1 else ""
-        in_domain = lambda i: "" if i["domain"] == "default" else f" ({i['domain']})"
-        label = {
-            (i["domain"], i["image"]): ((i["names"] or [""])[0] or i["image"][:12])
-            + in_domain(i)
-            + more(i["names"])
-            for i in report["images"]
-        }
+        label = labels(report)
         self.table(
             what,
             root,
@@ -394,6 +402,7 @@ class Checks:
         browser.wait("document.querySelector('#users-table tr[data-key]')")
         root, users = Parser(browser.html()).root, server.fixture.users(domain, "")["users"]
         self.marked("users", root)
+        label = labels(server.fixture.report())
         wanted = sorted(users, key=lambda u: (u["seconds_ago"], u["cgroup"]))[:50]
         self.table(
             "users",
@@ -401,7 +410,20 @@ class Checks:
             "users-table",
             wanted,
             lambda u: f"{u['cgroup']} {u['image']}",
-            lambda u: [u["name"] or "", u["cgroup"].rpartition("/")[2]],
+            lambda u: [
+                u["name"] or "",
+                u["cgroup"].rpartition("/")[2],
+                label[domain, u["image"]],
+            ],
+        )
+        # The users have no domain of their own: the links led to the image "undefined/77c78b0caba3".
+        self.equal(
+            "users: links to images",
+            [
+                parse_qs(a.attrs["href"].lstrip("#"))["image"]
+                for a in root.one("users-table").find(href=True)
+            ],
+            [[f"{domain}/{u['image']}"] for u in wanted],
         )
         link = browser.js("location.href")
         browser.key("Escape")

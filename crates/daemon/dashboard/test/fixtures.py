@@ -239,9 +239,10 @@ class Fixture:
         )
 
     def users(self, domain, object):
+        uses = [(c, i) for c in self.containers for i in c["images"] if i["domain"] == domain]
         users = [
-            dict(cgroup=c["cgroup"], name=c["name"], **c["images"][0], seconds_ago=n * 37 % 10000)
-            for n, c in enumerate(self.containers)
+            dict(cgroup=c["cgroup"], name=c["name"], image=i["image"], seconds_ago=n * 37 % 10000)
+            for n, (c, i) in enumerate(uses)
         ]
         return dict(
             domain=domain,
