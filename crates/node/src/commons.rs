@@ -18,7 +18,7 @@ use serde::Serialize;
 use crate::cache::named_objects;
 use crate::cgroup::{Cgroup, CgroupError, ChargedPages, Hierarchy};
 use crate::ledger::LedgerError;
-use crate::page_files::{PageFiles, read_ahead};
+use crate::page_files::{PageFiles, end, read_ahead};
 use crate::profile::{Profile, ProfileFile};
 use crate::run_dir::RunDir;
 use crate::size::Size;
@@ -423,11 +423,6 @@ fn sampled_pages(
         }
         (!pages.is_empty()).then_some((object, pages))
     })
-}
-
-/// Where the last of ascending ranges ends.
-fn end(ranges: &[(u64, u64)]) -> u64 {
-    ranges.last().map_or(0, |(start, length)| start + length)
 }
 
 fn total(ranges: &[(u64, u64)]) -> u64 {

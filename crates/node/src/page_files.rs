@@ -140,8 +140,7 @@ impl<'d> PageFiles<'d> {
         ranges: &[(u64, u64)],
     ) -> Result<u64, LedgerError> {
         let of_mapping = || {
-            let end = ranges.last().map_or(0, |(start, length)| start + length);
-            let map = FileMap::new(file, end)?;
+            let map = FileMap::new(file, end(ranges))?;
             ranges.iter().map(|(start, length)| map.resident_pages_of(*start, *length)).sum()
         };
         let of_file = || {
@@ -179,6 +178,11 @@ fn read_directory(root: &OwnedFd, path: &[u8]) -> io::Result<()> {
     let directory = open_below(root, path, OFlags::RDONLY | OFlags::DIRECTORY)?;
     Dir::new(directory)?.for_each(drop);
     Ok(())
+}
+
+/// Where the last of ascending ranges ends.
+pub(crate) fn end(ranges: &[(u64, u64)]) -> u64 {
+    ranges.last().map_or(0, |(start, length)| start + length)
 }
 
 /// Resident parts of the first `size` bytes of a file: offsets and lengths in bytes, ascending. They

@@ -280,8 +280,8 @@ fn what_others_are_charged_for_takes_no_room() {
     all.forget();
 }
 
-/// What was resident of a file took room of what was missing: under a limit of 16 MiB, nothing was
-/// read of a file of 40 MiB whose first 20 MiB others were charged for.
+/// Resident pages of a file took room that its missing ones could have had: under a limit of 16 MiB,
+/// nothing was read of a file of 40 MiB whose first 20 MiB others were charged for.
 #[test]
 fn a_file_that_is_resident_in_part_gets_the_room_there_is() {
     let test = "a_file_that_is_resident_in_part_gets_the_room_there_is";

@@ -74,15 +74,15 @@ fn make_directories(path: &Path, mode: u32) -> io::Result<()> {
 }
 
 /// Fails if another user may write to a directory. A missing one is nobody's. One above the run
-/// directory may be sticky, where others can replace nothing that is ours, and in a user namespace
-/// without root it belongs to whom `/` does.
+/// directory may be sticky, since others can replace nothing of ours there. It may also have the owner
+/// of `/`, who is not root in a user namespace that has no root.
 fn check(path: &Path, found: io::Result<Metadata>, is_above: bool) -> Result<(), RunDirError> {
     let found = match found {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         found => found.at("look at", path)?,
     };
     let (owner, mode) = (found.uid(), found.mode());
-    let of_root = || fs::metadata("/").map(|root| root.uid()).at("look at", path);
+    let of_root = || fs::metadata("/").map(|root| root.uid()).at("look at", "/");
     let is_trusted = is_own(owner) || is_above && owner == of_root()?;
     let problem = if !found.is_dir() {
         "is no directory".to_owned()
@@ -137,8 +137,8 @@ impl RunDir {
         check(&self.path, fs::symlink_metadata(&self.path), false)
     }
 
-    /// The same for what is in it and for all directories above: who can write to one of them can put
-    /// another directory in the place of this one.
+    /// The same for the directories in it and for all above: another user who can write to one of those
+    /// above can put another directory in the place of this one.
     fn check_around(&self) -> Result<(), RunDirError> {
         for name in Self::OWN {
             let path = self.path.join(name);
@@ -160,6 +160,7 @@ impl RunDir {
     /// # Errors
     /// Those of [`RunDir::open`], since somebody else may have made the directory meanwhile.
     pub fn prepare(&self) -> Result<(), RunDirError> {
+        let was_missing = !self.path.exists();
         self.check_owner()?;
         // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
         // reach its container's root filesystem, by name only.
@@ -168,7 +169,8 @@ impl RunDir {
             let path = self.path.join(name);
             make_directories(&path, mode).at("create", path)?;
         }
-        Ok(())
+        // Then a directory above it may have been missing as well, and be somebody else's now.
+        if was_missing { self.check_around() } else { Ok(()) }
     }
 
     /// What tells our ids from those of another run directory on the same store.
@@ -230,6 +232,11 @@ mod tests {
             }
             other => panic!("{other:?}"),
         };
+        // One that was missing when the other one was opened: somebody else was first.
+        let late = RunDir::open(dir.path().join("late/run")).unwrap();
+        fs::create_dir(dir.path().join("late")).unwrap();
+        mode("late", 0o777);
+        assert!(matches!(late.prepare(), Err(RunDirError::Untrusted { .. })));
         // The group passed, although all of its members can write.
         for bits in [0o777, 0o731] {
             mode("base/run/mounts", bits);

@@ -500,7 +500,7 @@ fn a_record_removes_no_directory_of_others() {
     }
     umount(&mounter, &request.target);
     assert!(victims.iter().all(|victim| victim.join("upper").exists()));
-    // What it had named is its own no more, and goes like all that has no record.
+    // The mount's own directories have no record now, and go like all others without one.
     mounter.reconcile().unwrap();
     assert!(!dir.exists() && !scratch.exists());
     fixture.assert_clean("at the end");
