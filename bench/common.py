@@ -59,7 +59,7 @@ class Checkout:
 
 def commit_of(binary):
     """The commit that a binary is of: one of this checkout is built first."""
-    if binary.resolve().parent == TOP / "target/release":
+    if binary.resolve().parent == (TOP / "target/release").resolve():
         checkout = Checkout()
         subprocess.run(["cargo", "build", "--quiet", "--release", "--workspace", "--bins"], cwd=TOP, check=True)
         checkout.ensure_unchanged()

@@ -535,6 +535,11 @@ fn of_run(error: &RunError) -> Classified {
             "if no process of the container runs: remove its `container.json`, then \
              `cofolio umount` its rootfs",
         ),
+        RunError::Unreachable(_) => hint(
+            Exit::Missing,
+            "`chmod go+x` lets all users through it; --run-dir DIR or COFOLIO_RUN takes another \
+             run directory",
+        ),
         RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
         _ => code(Exit::Failure),

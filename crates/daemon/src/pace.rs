@@ -38,7 +38,7 @@ impl<const N: usize> Pace<N> {
         (self.credits[kind] > 0.0).then(|| Duration::from_secs_f64(self.credits[kind]))
     }
 
-    /// The allowance, once it is `enough` or half of the most that adds up, whichever is less.
+    /// The allowance, once it reaches `enough`, or half of the most that adds up if that is less.
     pub(crate) fn allowance_of(&self, kind: usize, enough: Duration) -> Option<Duration> {
         let most = Duration::from_secs_f64(self.share * self.parts[kind] * SAVED_SECONDS);
         self.allowance(kind).filter(|it| *it >= enough.min(most / 2))

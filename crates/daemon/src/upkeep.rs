@@ -81,7 +81,7 @@ struct Due {
     last: Instant,
     /// The earliest next one is at `last + delay`, whatever the schedule says.
     delay: Duration,
-    /// Since when the interval of the schedule runs, in seconds since 1970; `None` if it is over.
+    /// Start of the current interval of the schedule, in seconds since 1970; `None` if it is over.
     since: Option<i64>,
     /// Failures in a row.
     failures: u32,

@@ -111,18 +111,16 @@ impl<'d> PageFiles<'d> {
     /// Opens the file of an object of the image.
     ///
     /// # Errors
-    /// [`LedgerError::Store`] if the store has no such object; [`LedgerError::Io`], for an object that
-    /// the image does not have, too.
+    /// [`LedgerError::Store`] if there is no such object; [`LedgerError::Io`].
     pub(crate) fn open(&self, object: &Digest) -> Result<File, LedgerError> {
         let path = match &self.paths {
             Some(paths) => paths.get(object).cloned(),
             None => self.domain.object_path(object),
         };
-        let path = path.unwrap_or_else(|| PathBuf::from(object.to_string()));
+        let missing = || Error::NoSuch(FileName::content(FileKind::Object, object)).into();
+        let path = path.ok_or_else(missing)?;
         cache::open(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound if self.paths.is_none() => {
-                Error::NoSuch(FileName::content(FileKind::Object, object)).into()
-            }
+            io::ErrorKind::NotFound if self.paths.is_none() => missing(),
             _ => LedgerError::io(path)(error),
         })
     }

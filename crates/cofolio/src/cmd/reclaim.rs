@@ -72,8 +72,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if reclaimed.unsure_objects > 0 {
         let unsure = plural(reclaimed.unsure_objects, "skipped object");
         context.ui.note(format!(
-            "{unsure} may be in use: openers were missed or unknown in the last hour (--shared drops \
-             them)"
+            "{unsure} may be in use: in the last hour the ledger missed opened files, or did not know \
+             who opened them (--shared drops them)"
         ));
     }
     if !source.is_daemon() {

@@ -252,8 +252,16 @@ fn root_of_a_user_namespace_is_nobody_outside() {
     if !Path::new("/proc/self/ns/user").exists() {
         return skip(TEST, "no user namespaces");
     }
-    // Its root has to get through here.
-    fs::set_permissions(machine.path("."), fs::Permissions::from_mode(0o711)).unwrap();
+    let mode = |mode| {
+        fs::set_permissions(machine.path("."), fs::Permissions::from_mode(mode)).unwrap();
+    };
+    // With COFOLIO_RUN=/root, `run --userns` let everybody through /root.
+    mode(0o700);
+    let refused = machine.sh(runtimes[0], &["--userns", "0:100000:65536"], "true");
+    refused.fails_with(125);
+    let unreachable = format!("cannot get through {}", machine.path("").display());
+    assert!(refused.stderr.contains(unreachable.trim_end_matches('/')), "{}", refused.stderr);
+    mode(0o711);
     for runtime in runtimes {
         let script = "id -u; cat /proc/self/uid_map; stat -c %u /bin/busybox /data; touch /tmp/x && stat -c %u /tmp/x";
         for mode in ["--env=MODE=ro", "--rw"] {

@@ -106,7 +106,7 @@ impl Containers<'_> {
         // Whichever its runtime was.
         let run = self.mounter.run_dir().path();
         for runtime in run_dir::list(run)? {
-            if !RunDir::OWN.contains(&&*runtime) {
+            if RunDir::OWN.iter().all(|(own, _)| runtime != *own) {
                 let _ = fs::remove_dir_all(run.join(runtime).join(name));
             }
         }

@@ -65,6 +65,10 @@ pub enum RunError {
     /// A user namespace needs a root.
     #[error("id map {0}: user 0 and group 0 are not mapped")]
     NoRoot(String),
+    /// Root of a user namespace cannot reach its root filesystem: a directory above the run directory
+    /// does not let all users through.
+    #[error("root of a user namespace cannot get through {}", .0.display())]
+    Unreachable(PathBuf),
     /// The container did not end, not even of SIGKILL.
     #[error("container `{0}` does not end")]
     StillRunning(String),

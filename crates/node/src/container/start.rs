@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -228,13 +228,18 @@ impl Containers<'_> {
         let (_, group) = idmap.root().ok_or_else(|| RunError::NoRoot(idmap.to_string()))?;
         rustix::fs::chown(dir, None::<Uid>, Some(Gid::from_raw(group))).at("opening", dir)?;
         fs::set_permissions(dir, fs::Permissions::from_mode(0o710)).at("opening", dir)?;
+        let mode =
+            |dir: &Path| fs::metadata(dir).map(|it| it.mode() & 0o7777).at("looking at", dir);
         let run = self.mounter.run_dir().path();
-        for dir in run.parent().into_iter().chain([run, &self.dir()]) {
-            let mode = fs::metadata(dir).at("looking at", dir)?.permissions().mode() & 0o7777;
-            if mode & 0o011 != 0o011 {
-                let open = fs::Permissions::from_mode(mode | 0o011);
-                fs::set_permissions(dir, open).at("opening", dir)?;
+        for above in run.ancestors().skip(1) {
+            // Not ours to open.
+            if mode(above)? & 0o011 != 0o011 {
+                return Err(RunError::Unreachable(above.to_owned()));
             }
+        }
+        for dir in [run, &self.dir()] {
+            let open = fs::Permissions::from_mode(mode(dir)? | 0o011);
+            fs::set_permissions(dir, open).at("opening", dir)?;
         }
         Ok(())
     }

@@ -135,7 +135,8 @@ impl IndexedDomain {
 }
 
 /// The first bytes of an object's digest. They tell the objects of an index apart: to find another
-/// content with those of a given object takes 2^64 attempts.
+/// content with those of a given object takes 2^64 attempts. Who makes two contents finds two with
+/// the same ones in 2^32, and then the accounts of these two are wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ShortDigest([u8; 8]);
 

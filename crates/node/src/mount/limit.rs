@@ -34,14 +34,9 @@ const BYTES_PER_INODE: u64 = 16 << 10;
 const PROJECT_FIRST: u32 = 0x4C0F_0000;
 const PROJECTS: u32 = 0x1_0000;
 
-/// Where a filesystem for the changes in `dir` is mounted.
+/// Where a filesystem for the changes in `dir` is mounted, if they have one of their own.
 pub(crate) fn root(dir: &Path) -> PathBuf {
     dir.join("sized")
-}
-
-/// Whether changes in `dir` are in a filesystem of their own.
-pub(crate) fn has_filesystem(dir: &Path) -> bool {
-    root(dir).exists()
 }
 
 /// Limits what is made in `dir`, which is empty.

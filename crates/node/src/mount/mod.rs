@@ -443,7 +443,7 @@ impl<'a> Mounter<'a> {
     fn make_room(&self, target: &Path) -> Result<(), MountError> {
         let already = |image| MountError::AlreadyMounted { target: target.to_owned(), image };
         let id = self.run.id_of(target);
-        let Some((record, lock)) = self.run.lock_record(&id)? else {
+        let Some((record, lock)) = self.lock_record(&id)? else {
             // Somebody may have moved a mount there, or its record was lost.
             return match self.run.find(target) {
                 Ok(found) => Err(already(found.image)),
@@ -495,7 +495,7 @@ impl<'a> Mounter<'a> {
         self.locate(&found, &Kernel::new(&self.root)?, Way::Asked)?;
         let gone = || MountError::NotMounted(target_or_id.display().to_string());
         // It may have gone, or even come again, while we waited.
-        let (mut record, lock) = self.run.lock_record(&found.id)?.ok_or_else(gone)?;
+        let (mut record, lock) = self.lock_record(&found.id)?.ok_or_else(gone)?;
         if record.image != found.image {
             return Err(gone());
         }
@@ -510,7 +510,8 @@ impl<'a> Mounter<'a> {
         }
         // Also if others unmounted it: who asked for the changes has to hear that there are none.
         if options.keep_upper
-            && record.upper.as_ref().is_some_and(|it| !it.given && limit::has_filesystem(&it.dir))
+            && let Some(upper) = record.upper.as_ref().filter(|upper| !upper.given)
+            && upper::is_there(&limit::root(&upper.dir))?
         {
             return Err(MountError::CannotKeep(record.target));
         }
@@ -518,7 +519,8 @@ impl<'a> Mounter<'a> {
             self.leave(&record, path, options)?;
         }
         if options.keep_upper
-            && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
+            && let Some(upper) = record.upper.clone().filter(|upper| !upper.keep)
+            && upper::is_there(&upper.dir)?
         {
             let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
             upper::mark_kept(&dir, &record)?;
@@ -530,7 +532,7 @@ impl<'a> Mounter<'a> {
             }
             record.upper = Some(Upper { keep: true, ..upper });
         }
-        let kept = upper::kept_dir(&record).map(Path::to_owned);
+        let kept = upper::kept_dir(&record)?.map(Path::to_owned);
         // What was there is not there any more.
         let forgotten = self.forget(&record, None, &lock)?;
         drop(lock);
@@ -633,6 +635,14 @@ impl<'a> Mounter<'a> {
     }
 
     /// A trust domain of the same store.
+    /// [`RunDir::lock_record`], with the mount's own directories where they are in this store.
+    fn lock_record(&self, id: &str) -> Result<Option<(MountRecord, ImageLock)>, MountError> {
+        let Some((mut record, lock)) = self.run.lock_record(id)? else { return Ok(None) };
+        let domain = self.domain_of(&record.domain)?;
+        upper::relocate(&mut record, &domain)?;
+        Ok(Some((record, lock)))
+    }
+
     fn domain_of(&self, name: &str) -> Result<Domain, MountError> {
         Ok(self.domain.store().domain(name)?)
     }

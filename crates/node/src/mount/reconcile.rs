@@ -248,18 +248,15 @@ impl Mounter<'_> {
             kernel::unmount(path, true).map_err(refused)?;
             self.step(Step::Detached);
         }
-        let domain = self.domain_of(&record.domain)?;
-        let base = upper::writable_dir(&domain)?;
-        let own = |dir: &Path| upper::own_path(&base, &record.id, dir);
         let discard = |dir: Option<&PathBuf>| dir.map(|it| upper::discard_own(it)).transpose();
         let upper = record.upper.as_ref();
-        let own_upper = upper.filter(|it| !it.given).and_then(|it| own(&it.dir));
-        let is_kept = upper::kept_dir(record).is_some();
-        let changes = discard(own_upper.as_ref().filter(|_| !is_kept))?.flatten();
-        let scratch = discard(record.scratch.as_deref().and_then(own).as_ref())?.flatten();
+        let own_upper = upper.filter(|it| !it.given).map(|it| &it.dir);
+        let is_kept = upper::kept_dir(record)?.is_some();
+        let changes = discard(own_upper.filter(|_| !is_kept))?.flatten();
+        let scratch = discard(record.scratch.as_ref())?.flatten();
         self.step(Step::UpperGone);
         // What is kept is not removed, but may still be written to.
-        let dir = changes.as_deref().or(own_upper.as_deref());
+        let dir = changes.as_ref().or(own_upper);
         // In doubt it is in use, as where a server on the way to it does not answer.
         let mounts = LazyMounts::new(&self.root);
         let open_given =
@@ -295,6 +292,7 @@ impl Mounter<'_> {
         if record.created_target && !is_elsewhere && (is_own() || is_free()) {
             let _ = fs::remove_dir(&record.target);
         }
+        let domain = self.domain_of(&record.domain)?;
         unless_read_only(domain.remove_root(RootKind::Mount, &record.id))?;
         self.step(Step::Unrooted);
         self.run.remove_record(&record.id)?;
@@ -416,11 +414,12 @@ impl Mounter<'_> {
             return Err(error);
         }
         let own = self.domain.name();
-        let is_live = |record: &&MountRecord| {
-            record.domain == own
-                && (record.boot_id == kernel.boot_id || upper::kept_dir(record).is_some())
-        };
-        images.extend(records.iter().filter(is_live).map(|record| record.image));
+        for mut record in records.into_iter().filter(|record| record.domain == own) {
+            upper::relocate(&mut record, self.domain)?;
+            if record.boot_id == kernel.boot_id || upper::kept_dir(&record)?.is_some() {
+                images.insert(record.image);
+            }
+        }
         images.extend(upper::kept(self.domain, &self.run)?.into_iter().filter_map(|it| it.image));
         let pinned = self.pinned_images()?.into_iter().filter(|(domain, _)| domain == own);
         images.extend(pinned.map(|(_, image)| image));
@@ -479,7 +478,7 @@ impl Mounter<'_> {
 
     /// Says whether the record stood for nothing.
     fn reconcile_record(&self, id: &str) -> Result<bool, MountError> {
-        let Some((record, lock)) = self.run.lock_record(id)? else { return Ok(false) };
+        let Some((record, lock)) = self.lock_record(id)? else { return Ok(false) };
         let (state, at) = self.locate(&record, &Kernel::new(&self.root)?, Way::Cached)?;
         // With the lock ours, nobody is at work on a record that is half-way.
         let stale = match state {

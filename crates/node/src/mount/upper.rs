@@ -138,7 +138,7 @@ pub(crate) fn claim_given(
         let by = "a mount that has no record or is detached".to_owned();
         return Err(MountError::UpperInUse { dir, by });
     }
-    if dir.join("work").join(VOLATILE).exists() {
+    if is_there(&dir.join("work").join(VOLATILE))? {
         if kept.is_none_or(|kept| kept.boot_id != boot_id) {
             return Err(problem(
                 "the machine stopped before the changes were on the disk, so files in it may be \
@@ -397,18 +397,33 @@ pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountErro
 
 /// The directory with the changes of an ended mount, if it stays: also where an unmount that should
 /// keep it was killed. A mount that never came about leaves no changes to keep.
-pub(crate) fn kept_dir(record: &MountRecord) -> Option<&Path> {
-    let upper = record.upper.as_ref()?;
-    let is_kept = || record.mount.is_some() && (upper.keep || upper.dir.join(KEEP).exists());
-    (upper.given || is_kept()).then_some(&upper.dir)
+pub(crate) fn kept_dir(record: &MountRecord) -> Result<Option<&Path>, MountError> {
+    let Some(upper) = &record.upper else { return Ok(None) };
+    let is_own_kept = record.mount.is_some() && (upper.keep || is_there(&upper.dir.join(KEEP))?);
+    Ok((upper.given || is_own_kept).then_some(&upper.dir))
 }
 
-/// Where a directory of [`own_dir`] is that a mount's record names; `base` is [`writable_dir`]. Only its
-/// name is believed: a record that somebody else wrote could name any directory of this machine, and
-/// this one is removed.
-pub(crate) fn own_path(base: &Path, id: &str, recorded: &Path) -> Option<PathBuf> {
-    let name = recorded.file_name()?.to_str()?;
-    name.strip_prefix(id)?.starts_with('-').then(|| base.join(name))
+/// What cannot be looked at is not taken for missing: the answer may be that changes are removed.
+pub(super) fn is_there(path: &Path) -> Result<bool, MountError> {
+    path.try_exists().at("look at", path)
+}
+
+/// Lets a record name its own directories, those of [`own_dir`], where they are now: the store may
+/// have another path than when it was written. Only their names are believed. A record that
+/// somebody else wrote could name any directory of this machine, and these are removed.
+pub(crate) fn relocate(record: &mut MountRecord, domain: &Domain) -> Result<(), MountError> {
+    let base = writable_dir(domain)?;
+    let id = &record.id;
+    let own = |dir: PathBuf| {
+        let name = dir.file_name()?.to_str()?;
+        name.strip_prefix(id)?.starts_with('-').then(|| base.join(name))
+    };
+    record.scratch = record.scratch.take().and_then(own);
+    record.upper = record.upper.take().and_then(|upper| match upper.given {
+        true => Some(upper),
+        false => Some(Upper { dir: own(upper.dir)?, ..upper }),
+    });
+    Ok(())
 }
 
 /// Takes a directory of [`make_own`] out of sight.
@@ -419,7 +434,7 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
         Ok(()) => Ok(Some(gone)),
         // By an unmount that was killed then, perhaps. A read-only filesystem says so of what is
         // missing, too.
-        Err(_) if !dir.exists() => Ok(Some(gone).filter(|gone| gone.exists())),
+        Err(_) if !is_there(dir)? => Ok(Some(gone).filter(|gone| gone.exists())),
         Err(error) => Err(error).at("rename", dir),
     }
 }
@@ -518,7 +533,7 @@ pub(crate) fn remove_stale(
         let id = plain.rsplit_once('-').map_or("", |(id, _)| id);
         // By name, which is given once: a bind mount shows the store at another path.
         let is_it = |known: &Path| known.file_name() == Some(plain.as_ref());
-        let is_ours = id.starts_with(&run.tag()) && !dir.join(KEEP).exists();
+        let is_ours = id.starts_with(&run.tag()) && !is_there(&dir.join(KEEP))?;
         let is_stale = (plain != name || is_ours)
             // A damaged record is not "no record".
             && !run.record(id)?.is_some_and(|record| {

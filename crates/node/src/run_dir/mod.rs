@@ -32,7 +32,7 @@ mod error;
 mod files;
 mod lock;
 
-use std::fs::{self, DirBuilder, Metadata, Permissions};
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -44,6 +44,7 @@ use self::error::At as _;
 pub use self::error::RunDirError;
 pub(crate) use self::files::{find_name, is_at, list, read_json, read_small, remove_file, to_json};
 pub(crate) use self::lock::{ImageLock, Lock, try_flock};
+use crate::links;
 use crate::owner::{is_own, may_others_write};
 
 /// Where a store's runtime state lives.
@@ -73,11 +74,11 @@ fn make_directories(path: &Path, mode: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Fails if another user may write to a directory. A missing one is nobody's. One above the run
-/// directory may be sticky, since others can replace nothing of ours there. It may also have the owner
-/// of `/`, who is not root in a user namespace that has no root.
-fn check(path: &Path, found: io::Result<Metadata>, is_above: bool) -> Result<(), RunDirError> {
-    let found = match found {
+/// Fails if another user may write to a directory, or if a link is in its place. A missing one is
+/// nobody's. One above the run directory may be sticky, since others can replace nothing of ours
+/// there. It may also have the owner of `/`, who is not root in a user namespace that has no root.
+fn check(path: &Path, is_above: bool) -> Result<(), RunDirError> {
+    let found = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         found => found.at("look at", path)?,
     };
@@ -106,13 +107,17 @@ impl RunDir {
     }
 
     /// A run directory elsewhere. It may be missing: the first mount makes it. It is refused if
-    /// another user could have written its records, which say what to unmount.
+    /// another user could have written its records, which say what to unmount. Links on the way to
+    /// it are followed now, and not again.
     ///
     /// # Errors
     /// [`RunDirError::Untrusted`], [`RunDirError::Io`].
-    pub fn open(path: impl Into<PathBuf>) -> Result<Self, RunDirError> {
-        let run = Self { path: path.into(), waiting: Cancel::default() };
-        run.check_owner()?;
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, RunDirError> {
+        let path = path.as_ref();
+        // A link of its name could be anybody's.
+        check(path, false)?;
+        let path = links::resolve(path).at("resolve", path)?;
+        let run = Self { path, waiting: Cancel::default() };
         run.check_around()?;
         Ok(run)
     }
@@ -123,35 +128,29 @@ impl RunDir {
         self
     }
 
-    /// Directories in it that are not a runtime's.
-    pub(crate) const OWN: [&str; 6] = ["mounts", ASIDE, ATTACHED, "images", "locks", "containers"];
+    /// Directories in it that are not a runtime's, and their modes. No host user may run a pinned
+    /// image's set-user-id programs. Root in a user namespace must reach its container's root
+    /// filesystem, by name only.
+    pub(crate) const OWN: [(&str, u32); 6] = [
+        ("mounts", 0o700),
+        (ASIDE, 0o700),
+        (ATTACHED, 0o700),
+        ("images", 0o700),
+        ("locks", 0o700),
+        ("containers", 0o711),
+    ];
 
     /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Fails as [`RunDir::open`] does, but looks at this directory only.
-    fn check_owner(&self) -> Result<(), RunDirError> {
-        // A link of its name could be anybody's.
-        check(&self.path, fs::symlink_metadata(&self.path), false)
-    }
-
-    /// The same for the directories in it and for all above: another user who can write to one of those
-    /// above can put another directory in the place of this one.
+    /// Fails if another user may write to one of the directories in it or above it: who can write to
+    /// one above can put another directory in the place of this one.
     fn check_around(&self) -> Result<(), RunDirError> {
-        for name in Self::OWN {
-            let path = self.path.join(name);
-            check(&path, fs::symlink_metadata(&path), false)?;
-        }
-        let named = std::path::absolute(&self.path).at("look at", &self.path)?;
-        // Where links on the way lead.
-        let is_there = named.ancestors().skip(1).find_map(|above| fs::canonicalize(above).ok());
-        let real = is_there.unwrap_or_default();
-        for path in named.ancestors().skip(1).chain(real.ancestors()) {
-            check(path, fs::metadata(path), true)?;
-        }
-        Ok(())
+        let mut inside = Self::OWN.iter().map(|(name, _)| self.path.join(name));
+        inside.try_for_each(|path| check(&path, false))?;
+        self.path.ancestors().skip(1).try_for_each(|above| check(above, true))
     }
 
     /// Makes missing directories, with their modes whatever the umask is. If `/` is shared, as with
@@ -161,11 +160,8 @@ impl RunDir {
     /// Those of [`RunDir::open`], since somebody else may have made the directory meanwhile.
     pub fn prepare(&self) -> Result<(), RunDirError> {
         let was_missing = !self.path.exists();
-        self.check_owner()?;
-        // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
-        // reach its container's root filesystem, by name only.
-        let modes = [0o700, 0o700, 0o700, 0o700, 0o700, 0o711];
-        for (name, mode) in [("", 0o711)].into_iter().chain(Self::OWN.into_iter().zip(modes)) {
+        check(&self.path, false)?;
+        for (name, mode) in [("", 0o711)].into_iter().chain(Self::OWN) {
             let path = self.path.join(name);
             make_directories(&path, mode).at("create", path)?;
         }
@@ -190,6 +186,8 @@ impl RunDir {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use super::*;
 
     /// Under a umask of 077 the group could not reach the daemon's socket, nor root in a user
@@ -260,8 +258,35 @@ mod tests {
             }
         }
         fs::rename(dir.path().join("base/run"), dir.path().join("elsewhere")).unwrap();
-        std::os::unix::fs::symlink("../elsewhere", dir.path().join("base/run")).unwrap();
+        symlink("../elsewhere", dir.path().join("base/run")).unwrap();
         assert_eq!(problem(), ("base/run".into(), "is no directory".to_owned()));
         assert!(matches!(opened.prepare(), Err(RunDirError::Untrusted { .. })));
+    }
+
+    /// Only where a link led in the end was looked at, and the path was followed anew each time: whoever
+    /// could put another link there chose the run directory.
+    #[test]
+    fn a_link_of_others_leads_to_no_run_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        ["real", "open"].iter().for_each(|name| fs::create_dir(path(name)).unwrap());
+        symlink("real", path("own")).unwrap();
+        let run = RunDir::open(path("own/run")).unwrap();
+        assert_eq!(run.path(), fs::canonicalize(path("real")).unwrap().join("run"));
+        symlink("../real", path("open/second")).unwrap();
+        symlink("open/second", path("first")).unwrap();
+        let mode = |mode| {
+            fs::set_permissions(path("open"), Permissions::from_mode(mode)).unwrap();
+        };
+        mode(0o777);
+        for way in ["open/second/run", "first/run"] {
+            assert!(RunDir::open(path(way)).is_err(), "{way}");
+        }
+        mode(0o1777);
+        RunDir::open(path("first/run")).unwrap();
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::lchown(path("open/second"), Some(65534), None).unwrap();
+            assert!(RunDir::open(path("first/run")).is_err());
+        }
     }
 }

@@ -481,6 +481,40 @@ fn a_bind_mount_of_the_store_shows_what_is_used() {
     fixture.assert_clean("at the end");
 }
 
+/// A record has the path that the store had. In a store that had been moved, the mark to keep changes was
+/// looked for at that path, and the changes were removed where they were now.
+#[test]
+fn a_store_that_was_moved_keeps_what_is_to_stay() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let [marked, late] = ["one", "two"].map(|name| {
+        let record = mounter.mount(&writable(&fixture, name)).unwrap();
+        fs::write(record.target.join("new"), "new").unwrap();
+        kernel::unmount_patiently(&record.target, false).unwrap();
+        record
+    });
+    // An `umount --keep` that was killed leaves this.
+    mark_kept(&open_dir(&marked.upper.as_ref().unwrap().dir).unwrap(), &marked).unwrap();
+    let moved = fixture.path("moved");
+    fs::rename(fixture.path("store"), &moved).unwrap();
+    let store = Store::open(&moved).unwrap();
+    let domain = store.domain("default").unwrap();
+    let other = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
+    let dir = other.umount(&late.target, &KEEP).unwrap().upper.unwrap();
+    assert!(dir.starts_with(&moved), "{}", dir.display());
+    assert_eq!(other.reconcile().unwrap().failed, [""; 0]);
+    let kept = other.kept().unwrap();
+    assert_eq!(kept.len(), 2);
+    for (_, kept) in kept {
+        assert_eq!(fs::read(kept.dir.join("upper/new")).unwrap(), b"new");
+        other.discard_kept(&kept.dir).unwrap();
+    }
+    drop((domain, store));
+    fs::rename(&moved, fixture.path("store")).unwrap();
+    fixture.assert_clean("at the end");
+}
+
 /// A record in a run directory that others could write to named a directory of root's as its changes, and
 /// `gc` removed it.
 #[test]
