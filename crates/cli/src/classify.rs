@@ -316,7 +316,12 @@ fn of_mount(error: &MountError) -> Classified {
             hint(Exit::Missing, "`cofolio pack --again IMAGE` makes its pack anew")
         }
         MountError::RunDirectory { .. } => hint(Exit::Missing, UNTRUSTED_RUN_DIR),
-        MountError::OtherNamespace { .. } | MountError::NoSizeLimit { .. } => code(Exit::Missing),
+        MountError::OtherNamespace { .. } => hint(
+            Exit::Missing,
+            "`nsenter --mount --target PID` before the command takes it to a mount namespace: PID is \
+             a process in it, such as the `cofolio run` of a container",
+        ),
+        MountError::NoSizeLimit { .. } => code(Exit::Missing),
         MountError::Damaged { .. } => hint(Exit::Corrupt, DAMAGED),
         MountError::PackInvalid { .. } => {
             hint(Exit::Corrupt, "`cofolio fsck --repair` removes it, `cofolio pack` makes it again")

@@ -31,7 +31,8 @@ pub(crate) fn announce(context: &Context<'_>, domain: &Domain, plan: &TrimPlan, 
     }
     let spared = |why| plan.spared.iter().filter(|(_, spared)| *spared == why).count() as u64;
     ui.note(format!(
-        "{} stay: {} in use, {} pinned, {} used lately; the rest of the images is not enough",
+        "{} stay: {} in use, by this or another store, {} pinned, {} used lately; the rest of the \
+         images is not enough",
         human_size(plan.bytes_after),
         plural(spared(Spared::InUse), "image"),
         spared(Spared::Pinned),

@@ -49,7 +49,8 @@ fn errors_do_not_drive_the_terminal() {
         (
             "",
             Box::new(|index| {
-                index["manifests"][0]["annotations"] = json!({name: format!("a:{EVIL}\u{202e}")});
+                index["manifests"][0]["annotations"] =
+                    json!({name: format!("a:{EVIL}\u{202e}\nline")});
             }),
         ),
         ("", Box::new(|index| index["manifests"][0]["digest"] = json!(EVIL))),
@@ -70,6 +71,7 @@ fn errors_do_not_drive_the_terminal() {
         let ran = sandbox.run(&["import", &source, "--store", &sandbox.text("other")]);
         assert_ne!(ran.code, 0, "{}", ran.stdout);
         is_harmless(&ran.stderr);
+        assert!(!ran.stderr.contains("\nline"), "{}", ran.stderr);
         assert!(ran.stderr.contains("x1b") || ran.stderr.contains("u{1b}"), "{}", ran.stderr);
     }
 }

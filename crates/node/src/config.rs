@@ -337,15 +337,34 @@ pub struct Loaded {
     overridden: BTreeMap<&'static str, Origin>,
 }
 
+impl Config {
+    /// All paths in it.
+    fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
+        let Self { store, trust, daemon, .. } = self;
+        let keys =
+            trust.refs.values_mut().flat_map(|rule| [&mut rule.signed_by, &mut rule.cosign_keys]);
+        let keys = keys.chain([&mut trust.signed_by, &mut trust.cosign_keys]).flatten();
+        let Daemon { socket, tls_certificate, tls_key, tls_client_ca, token_file, .. } = daemon;
+        let of_daemon = [socket, tls_certificate, tls_key, tls_client_ca, token_file];
+        let of_daemon = of_daemon.into_iter().filter_map(Option::as_mut);
+        [&mut store.path, &mut store.run_dir].into_iter().chain(keys).chain(of_daemon)
+    }
+}
+
 impl Loaded {
-    /// Reads a configuration file. `None` if it does not exist.
+    /// Reads a configuration file. `None` if it does not exist. A relative path in it is below the
+    /// file's directory, wherever the program was started: keys that are trusted are among them.
     pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
         let text = match read_bounded(path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(ConfigError::Io { path: path.to_owned(), source }),
         };
-        let config = parse(&text, path)?;
+        let mut config = parse(&text, path)?;
+        let dir = std::path::absolute(path).map(|file| file.parent().map(Path::to_owned));
+        if let Ok(Some(dir)) = dir {
+            config.paths().for_each(|path| *path = dir.join(&path));
+        }
         // It has just been read as a `Config`, so it is a table.
         let in_file = flatten(&toml::from_str(&text).unwrap_or_default());
         Ok(Some(Self { config, file: Some(path.to_owned()), in_file, ..Self::default() }))
@@ -494,6 +513,27 @@ mod tests {
             _ => line,
         });
         lines.collect::<Vec<_>>().join("\n")
+    }
+
+    /// Relative paths were those of the directory that a command was started in: a key that lay there was
+    /// trusted.
+    #[test]
+    fn relative_paths_are_below_the_files_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.toml");
+        let text = "[store]\npath = 'store'\nrun_dir = '/run/other'\n\
+            [trust]\nsigned_by = ['a.pem']\ncosign_keys = ['b.pub']\n\
+            [trust.ref.'x']\nsigned_by = ['c.pem']\n\
+            [daemon]\ntoken_file = 'token'\n";
+        std::fs::write(&file, text).unwrap();
+        let config = Loaded::read(&file).unwrap().unwrap().config;
+        let at = |name: &str| dir.path().join(name);
+        assert_eq!(config.store.path, at("store"));
+        assert_eq!(config.store.run_dir, Path::new("/run/other"));
+        assert_eq!(config.trust.signed_by, [at("a.pem")]);
+        assert_eq!(config.trust.cosign_keys, [at("b.pub")]);
+        assert_eq!(config.trust.refs["x"].signed_by, [at("c.pem")]);
+        assert_eq!(config.daemon.token_file, Some(at("token")));
     }
 
     /// Every setting is documented, with its real default.

@@ -17,8 +17,8 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
-    Container, Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd,
-    wait_for,
+    Container, Containers, Finished, Reason, Request, RunError, Runtime, Streams, append,
+    exit_status, pidfd, wait_for,
 };
 use cofolio_node::mount::Check;
 use cofolio_node::profile;
@@ -60,7 +60,7 @@ const NO_PROGRAM: u8 = 127;
 /// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
 ///
 /// The exit status is the container's, or 128 and the number of the signal that ended it; 125 if the container
-/// could not be started, 126 if its program cannot be executed, 127 if the program does not exist; 2 for wrong
+/// could not be started, or ended well and its output could not be written; 126 if its program cannot be executed, 127 if the program does not exist; 2 for wrong
 /// options, 5 without root. If the program has a wrong format or lacks its interpreter, the status is 1, and the
 /// container's output says why. Signals to `cofolio run` are passed on.
 ///
@@ -276,7 +276,7 @@ fn attach(
     let held = args.hold.then(|| end_with_input(context, running.container.name())).transpose()?;
     let given_up = Cancel::default();
     let passed_on = pass_on(signals, running.runtime_id(), given_up.clone());
-    let (container, status, refusal) = running.wait(&given_up);
+    let Finished { container, status, refusal, copied } = running.wait(&given_up);
     let written = match held {
         // The recorder looks at the pages of the root.
         Some(held) => tell_what_is_written(containers, &container).map(|()| _ = held.recv()),
@@ -294,6 +294,10 @@ fn attach(
         }
     }
     written?;
+    match copied {
+        Err(error) if status != 0 => context.ui.note(cofolio_store::with_causes(&error)),
+        copied => copied?,
+    }
     ended(status, refusal)
 }
 
@@ -365,7 +369,7 @@ fn attend(
     let _ = cofolio_sys::process::silence();
     interrupt::release();
     drop(starting);
-    let (container, status, _) = running.wait(&Cancel::default());
+    let Finished { container, status, .. } = running.wait(&Cancel::default());
     match status {
         Ok(status) if !args.rm => containers.retire(container, status)?,
         _ => drop(containers.remove(container)?),

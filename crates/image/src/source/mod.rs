@@ -43,3 +43,9 @@ pub enum Source {
 pub(crate) fn io_error(path: &Path, source: io::Error) -> ImportError {
     ImportError::Io { path: path.to_owned(), source }
 }
+
+/// Names that a source has, for an error: they are foreign text.
+fn listed(names: &[impl AsRef<str>]) -> String {
+    let escaped: Vec<_> = names.iter().map(|it| it.as_ref().escape_debug().to_string()).collect();
+    escaped.join(", ")
+}

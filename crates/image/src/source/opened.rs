@@ -15,6 +15,7 @@ use super::members::Members;
 use super::{Source, file, io_error, remote};
 use cofolio_store::task::Task;
 
+use super::listed;
 use crate::digest::{BlobDigest, ChainId, DiffId};
 use crate::error::{EngineError, ImportError};
 use crate::files::open_regular;
@@ -227,7 +228,7 @@ impl Opened {
         let path = self.path.display();
         let there = match names {
             [] => "it names none".to_owned(),
-            _ => format!("it has: {}", names.join(", ")),
+            _ => format!("it has: {}", listed(names)),
         };
         let what = match &self.tag {
             Some(tag) => format!("{path} has no image {tag:?}; {there}"),

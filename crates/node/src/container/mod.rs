@@ -50,7 +50,7 @@ pub(crate) use end::ends_within;
 pub use end::pidfd;
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;
-pub use start::{Exec, exit_status, wait_for};
+pub use start::{Exec, Finished, exit_status, wait_for};
 pub use streams::{Copies, Streams, append};
 
 /// Largest size of each of the two files that hold the output of a detached container.

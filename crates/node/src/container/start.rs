@@ -342,32 +342,42 @@ impl Exec {
     }
 }
 
+/// What came of a container.
+#[derive(Debug)]
+pub struct Finished {
+    /// It, to be removed or retired.
+    pub container: Container,
+    /// Its exit status: 128 plus the number of a fatal signal.
+    pub status: io::Result<u8>,
+    /// The runtime's error, if that ended it.
+    pub refusal: Option<RunError>,
+    /// Whether all of its output was written.
+    pub copied: Result<()>,
+}
+
 impl Running {
     /// Process id of the runtime, to which signals for the container go.
     pub fn runtime_id(&self) -> u32 {
         self.runtime.id()
     }
 
-    /// Waits for the container's end. Returns the container, its exit status (128 plus the number
-    /// of a fatal signal), and the runtime's error, if that ended it, or that of writing the output,
-    /// which is waited for until it is given up.
-    pub fn wait(mut self, given_up: &Cancel) -> (Container, io::Result<u8>, Option<RunError>) {
+    /// Waits for the container's end, and for its output until that is given up.
+    pub fn wait(mut self, given_up: &Cancel) -> Finished {
         let status = match self.first {
             None => self.runtime.wait(),
             Some(first) => wait_for(first),
         };
         let copied = self.copies.finish(given_up);
+        let copied = copied.at("writing", "the container's output").map_err(Into::into);
         let status = status.map(exit_status);
-        let refusal = match status {
-            Ok(0) => copied.at("writing", "the container's output").err().map(Into::into),
-            // Runtimes end with 1 when they fail, as a container may.
-            _ => self.container.refusal(),
-        };
+        // Runtimes end with 1 when they fail, as a container may.
+        let failed = !matches!(status, Ok(0));
+        let refusal = failed.then(|| self.container.refusal()).flatten();
         // Then the status is not a container's.
         let has = |name: &str| self.container.dir.join(name).exists();
         let is_made = has("pid") || !has("container.json");
         let refusal = refusal.or_else(|| (!is_made).then(|| self.container.made_nothing()));
-        (self.container, status, refusal)
+        Finished { container: self.container, status, refusal, copied }
     }
 }
 

@@ -31,12 +31,12 @@ pub struct CommonsAccount {
 }
 
 /// What one round over all objects knows of the commons.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Charges {
     /// `None` where there are no commons: then no page is charged to them.
     commons: Option<Commons>,
     charged_bytes: u64,
-    /// Counts how often the commons have grown or shrunk.
+    /// Counts how often the commons have grown or shrunk, from 1: 0 is before any count.
     pub(super) epoch: u32,
     /// The epoch that began when they had last grown, or another cgroup had taken their place.
     grown: u32,
@@ -60,6 +60,10 @@ impl CommonsAccount {
 }
 
 impl Charges {
+    pub(super) fn new() -> Self {
+        Self { commons: None, charged_bytes: 0, epoch: 1, grown: 1 }
+    }
+
     /// Begins a round.
     pub(super) fn begin(&mut self, hierarchy: Option<&Hierarchy>, name: &str) {
         let before = self.commons.as_ref().map(|commons| commons.inode);

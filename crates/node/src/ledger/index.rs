@@ -31,7 +31,7 @@ pub(super) struct Object {
     pub(super) resident_pages: u32,
     /// Of these, the pages that are charged to the commons.
     pub(super) commons_pages: u32,
-    /// The [epoch](super::charges::Charges::epoch) of that figure.
+    /// The [epoch](super::charges::Charges::epoch) of that figure; 0 before the first look.
     pub(super) counted: u32,
     /// When it was last seen without a resident page. Whoever used it before that uses none of the
     /// pages that are resident now.

@@ -23,6 +23,7 @@ use super::names::{self, Named};
 use super::{
     Container, EngineError, Inventory, LiveMounts, inventory, is_root, read_toml, user_data,
 };
+use crate::source::listed;
 
 const RECORDS: &str = "io.containerd.metadata.v1.bolt/meta.db";
 const CONTENT: &str = "io.containerd.content.v1.content";
@@ -157,7 +158,7 @@ impl Containerd {
         }
         match &location.namespace {
             Some(wanted) if !known.contains(wanted) => {
-                let (root, known) = (found.root.display(), known.join(", "));
+                let (root, known) = (found.root.display(), listed(&known));
                 let what = format!("{root} has no namespace {wanted:?}; it has: {known}");
                 Err(EngineError::NotFound { what })
             }

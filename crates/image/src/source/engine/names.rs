@@ -1,6 +1,7 @@
 //! Finding an image by its name.
 
 use super::EngineError;
+use crate::source::listed;
 
 /// Names that an error lists.
 const NAMES_SHOWN: usize = 20;
@@ -94,7 +95,7 @@ pub(super) fn none<I: Named>(images: &[I], name: &str, place: &str) -> EngineErr
     names.dedup();
     let more = names.len().saturating_sub(NAMES_SHOWN);
     names.truncate(NAMES_SHOWN);
-    let mut there = names.join(", ");
+    let mut there = listed(&names);
     if more > 0 {
         there += &format!(" and {more} more");
     }
