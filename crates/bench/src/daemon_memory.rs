@@ -36,7 +36,7 @@ use crate::cleanup;
 use crate::daemon::Daemon;
 use crate::density::worker::Workers;
 use crate::goals::Goals;
-use crate::measure::delta;
+use crate::measure::{cold_start, delta};
 use crate::memory::slab_caches;
 use crate::namespace::shapes::{Ours, Shape as _};
 use crate::place::{Place, PlaceArgs};
@@ -55,7 +55,9 @@ use crate::usage_lists::{PAIR_BYTES_MAX, Random};
 /// measures its processor time, for a minute at least and until the daemon has looked at everything
 /// once more. If it does not come to that, the command fails. The peak of the daemon's memory is
 /// read then. At the end another daemon starts with default settings, and the command measures its
-/// processor time for a minute.
+/// processor time for a minute. Before any of this, while nothing is mounted and no cache is warm, it
+/// measures the kernel memory that a daemon's looks at all objects bring in, and what they bring in
+/// again after the caches were dropped.
 ///
 /// Needs root and a memory cgroup. Run it in a mount namespace of its own, because so many mounts
 /// slow down whoever reads the list of mounts.
@@ -84,6 +86,9 @@ const CPU_PERCENT_MAX: f64 = 1.0;
 /// Goal: the processor time of a look at 50,000 objects, unless it is spread. That of the daemon's
 /// start is not.
 const OBJECTS_LOOK_MS_MAX: f64 = 150.0;
+/// Goal: the kernel memory that looks at objects which are in memory for nobody bring in again, of what
+/// they brought in first.
+const BROUGHT_AGAIN_PERCENT_MAX: f64 = 10.0;
 /// How long the processor time of a daemon is measured from its start on.
 const FIRST_MINUTE: Duration = Duration::from_secs(60);
 /// How often it is asked to look.
@@ -142,6 +147,18 @@ struct Measured {
     /// Share of one processor of a daemon with default settings in its first minute.
     first_minute_cpu_percent: f64,
     watched: Watched,
+    kernel: KernelMemory,
+}
+
+/// Kernel memory charged to the cgroup of a daemon while nothing is mounted.
+#[derive(Debug, Default, Serialize)]
+struct KernelMemory {
+    /// After a look at all objects.
+    bytes: u64,
+    /// After the caches were dropped.
+    bytes_dropped: u64,
+    /// After two more looks.
+    bytes_again: u64,
 }
 
 /// What the daemon did with its default settings while processes opened files.
@@ -178,7 +195,10 @@ pub(super) fn run(args: &Args) -> Outcome {
     let mounts = dir.join("mounts");
     fs::create_dir_all(&mounts)?;
     let mut ours = Ours::new("daemon-memory", mounts.clone(), domain.clone(), images.clone());
+    let start = || Daemon::start(args.cofolio.as_deref(), &domain, &config);
     let measured = (|| {
+        let kernel = kernel_memory(&start, &hierarchy)?;
+        say("the kernel memory of looks at objects that nobody uses is measured");
         for (number, image) in (0..args.ids).zip(0..) {
             signals.cancel.check()?;
             ours.mount(image, number, false)?;
@@ -186,10 +206,9 @@ pub(super) fn run(args: &Args) -> Outcome {
         say("all are mounted");
         let marks_slab_bytes = marks_slab_bytes(&mounts, args.ids)?;
         let _held = hold(&domain, &images)?;
-        let start = || Daemon::start(args.cofolio.as_deref(), &domain, &config);
         let at = (&hierarchy, &*dir);
         let measured = observe(args.ids, &start, &domain, at, &signals.cancel, &say)?;
-        Ok(Measured { marks_slab_bytes, ..measured })
+        Ok(Measured { marks_slab_bytes, kernel, ..measured })
     })();
     say("removing all of it");
     let unmounted = ours.unmount();
@@ -281,7 +300,32 @@ fn observe(
         objects_cpu_ms,
         first_minute_cpu_percent,
         watched,
+        kernel: KernelMemory::default(),
     })
+}
+
+/// Whoever reads a file first is charged for its inode and its name, so the caches are cold.
+fn kernel_memory(
+    start: &dyn Fn() -> Result<Daemon>,
+    hierarchy: &Hierarchy,
+) -> Result<KernelMemory> {
+    cold_start()?;
+    let cgroup = hierarchy.create(&format!("{CGROUP_PREFIX}serve"))?;
+    let inside = cgroup.enter()?;
+    let daemon = start();
+    drop(inside);
+    let daemon = daemon?;
+    let charged = || -> Result<u64> {
+        let charge = cgroup.charge()?;
+        Ok(charge.total.saturating_sub(charge.cache + daemon.status("RssAnon")?))
+    };
+    daemon.sample()?;
+    let bytes = charged()?;
+    cold_start()?;
+    let bytes_dropped = charged()?;
+    daemon.sample()?;
+    daemon.sample()?;
+    Ok(KernelMemory { bytes, bytes_dropped, bytes_again: charged()? })
 }
 
 /// Milliseconds of processor time of a look at all processes and of one at all objects. The daemon does
@@ -432,8 +476,30 @@ fn goals(it: &Measured) -> Goals {
             " ms",
         )
         .figure("processor time of a look at all processes", it.processes_cpu_ms, " ms")
+        .figure(
+            "kernel memory that a look at an object brings in",
+            it.kernel.brought_bytes() / it.objects as f64,
+            " bytes",
+        )
+        .at_most(
+            "of it, what two more looks bring in again while nobody uses the objects",
+            it.kernel.brought_again_percent(),
+            BROUGHT_AGAIN_PERCENT_MAX,
+            " %",
+        )
         .figure("largest age of the figures of residency", residency_age_seconds as f64, " s")
         .figure("largest age of those of processes", processes_age_seconds as f64, " s")
+}
+
+#[allow(clippy::cast_precision_loss, reason = "bytes per object, and percent")]
+impl KernelMemory {
+    fn brought_bytes(&self) -> f64 {
+        self.bytes.saturating_sub(self.bytes_dropped) as f64
+    }
+
+    fn brought_again_percent(&self) -> f64 {
+        self.bytes_again.saturating_sub(self.bytes_dropped) as f64 / self.brought_bytes() * 1e2
+    }
 }
 
 impl Measured {
@@ -455,6 +521,12 @@ fn table(it: &Measured) -> Result<String> {
         ("anonymous before the first use", it.idle_anonymous_bytes),
         ("usage lists, as they count themselves", it.usage_lists_bytes),
         ("one report as JSON", it.report_bytes),
+        (
+            "kernel memory charged to it after a look at all objects, nothing mounted",
+            it.kernel.bytes,
+        ),
+        ("the same after the caches were dropped", it.kernel.bytes_dropped),
+        ("after two more looks", it.kernel.bytes_again),
     ] {
         writeln!(text, "| {what} | {}.{} |", bytes / 1_000_000, bytes / 100_000 % 10)?;
     }

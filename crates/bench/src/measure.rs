@@ -378,7 +378,7 @@ fn compare(seen: &reader::Seen, source: &Source<'_>, dirs: &[PathBuf; 2]) -> Res
 }
 
 /// Nothing of the images in memory: everything written back, clean cache and unused inodes dropped.
-pub(super) fn cold_start() -> Result<()> {
+pub(crate) fn cold_start() -> Result<()> {
     const DROP: &str = "/proc/sys/vm/drop_caches";
     rustix::fs::sync();
     // Twice, with a pause: inodes freed by the first round, and mounts that were going away while

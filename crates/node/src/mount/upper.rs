@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use cofolio_store::{Digest, Domain, Purpose, replace_file};
 use rustix::fs::{
     AtFlags, CWD, Dir, FlockOperation, Gid, Mode, OFlags, ResolveFlags, StatxFlags, Timespec,
-    Timestamps, Uid, XattrFlags, openat, unlinkat,
+    Timestamps, Uid, XattrFlags, openat, openat2, unlinkat,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -164,7 +164,7 @@ pub(crate) fn lock_given(dir: &OwnedFd, at: &Path, wait: &Patience) -> Result<()
 /// else can.
 pub(crate) fn open_own(dir: &Path) -> rustix::io::Result<Result<OwnedFd, &'static str>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let dir = rustix::fs::openat2(CWD, dir, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
+    let dir = openat2(CWD, dir, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
     let stat = rustix::fs::fstat(&dir)?;
     if stat.st_uid != rustix::process::geteuid().as_raw() {
         return Ok(Err("it belongs to another user, who could redirect writes and mounts in it"));
@@ -469,8 +469,8 @@ fn remove_all(dir: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Removes a tree that nobody else changes. Containers make them of any depth: it takes neither a descriptor
-/// nor room on the stack for each level.
+/// Removes a tree that nobody else changes, and nothing of what is mounted in it. Containers make them of any
+/// depth: it takes neither a descriptor nor room on the stack for each level.
 fn remove_tree(dir: &Path) -> rustix::io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut here = openat(CWD, dir, flags, Mode::empty())?;
@@ -478,7 +478,8 @@ fn remove_tree(dir: &Path) -> rustix::io::Result<()> {
     let (mut way, mut left) = (Vec::new(), vec![remove_files(&here)?]);
     while let Some(directories) = left.last_mut() {
         if let Some(name) = directories.pop() {
-            here = openat(&here, &name, flags, Mode::empty())?;
+            let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_XDEV;
+            here = openat2(&here, &name, flags, Mode::empty(), resolve)?;
             left.push(remove_files(&here)?);
             way.push(name);
         } else {

@@ -486,11 +486,15 @@ fn plain_path(what: &'static str, path: &str) -> Result<()> {
     plain.then_some(()).ok_or_else(|| BundleError::BadPath { what, path: path.to_owned() })
 }
 
+/// What the image says of itself, for whoever reads the bundle. Runtimes take orders from other
+/// annotations: crun (`run.oci.*`), runc (`org.systemd.property.*`) and others, as root. So of the
+/// labels, which conversion.md makes annotations, only descriptions are.
 fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, String> {
+    const OF_IMAGE: &str = "org.opencontainers.image.";
     let mut annotations = BTreeMap::new();
     let mut put = |name: &str, value: Option<String>| {
         if let Some(value) = value.filter(|value| !value.is_empty()) {
-            annotations.insert(format!("org.opencontainers.image.{name}"), value);
+            annotations.insert(format!("{OF_IMAGE}{name}"), value);
         }
     };
     put("os", image.os.clone());
@@ -501,7 +505,7 @@ fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, Strin
     put("exposedPorts", Some(image.exposed_ports().collect::<Vec<_>>().join(",")));
     // conversion.md: an explicit label takes precedence over what is derived.
     if let Some(labels) = image.config.as_ref().and_then(|c| c.labels.as_ref()) {
-        for (name, value) in labels.iter().filter(|(name, _)| !name.is_empty()) {
+        for (name, value) in labels.iter().filter(|(name, _)| name.starts_with(OF_IMAGE)) {
             annotations.insert(name.clone(), value.clone().unwrap_or_default());
         }
     }

@@ -481,6 +481,31 @@ fn a_bind_mount_of_the_store_shows_what_is_used() {
     fixture.assert_clean("at the end");
 }
 
+/// Something was mounted in a directory of changes. The unmount deleted the files in it, which were others'.
+#[test]
+fn what_is_mounted_among_changes_stays() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let record = mounter.mount(&writable(&fixture, "one")).unwrap();
+    let (precious, sub) = (fixture.target("precious"), "upper/sub/deep");
+    fs::write(precious.join("file"), "important").unwrap();
+    let dir = record.upper.unwrap().dir;
+    fs::create_dir_all(dir.join(sub)).unwrap();
+    rustix::mount::mount_bind(&precious, dir.join(sub)).unwrap();
+    umount(&mounter, &record.target);
+    assert!(precious.join("file").exists());
+    // Out of sight, and each cleaning up says why it stays.
+    let gone = fixture.mounts().pop().unwrap().target;
+    assert!(gone.ends_with(sub), "{}", gone.display());
+    let failed = mounter.reconcile().unwrap().failed;
+    assert!(failed.len() == 1 && failed[0].contains("gone-"), "{failed:?}");
+    assert!(precious.join("file").exists());
+    kernel::unmount_patiently(&gone, false).unwrap();
+    mounter.reconcile().unwrap();
+    fixture.assert_clean("at the end");
+}
+
 /// A record has the path that the store had. In a store that had been moved, the mark to keep changes was
 /// looked for at that path, and the changes were removed where they were now.
 #[test]
