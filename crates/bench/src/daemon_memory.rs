@@ -684,6 +684,11 @@ mod tests {
                 processes_age_seconds: 20,
                 containers: 0,
             },
+            kernel: KernelMemory {
+                bytes: 82_000_000,
+                bytes_dropped: 2_000_000,
+                bytes_again: 9_000_000,
+            },
         }
     }
 
@@ -715,5 +720,9 @@ mod tests {
         let old = with(|it| it.watched.processes_age_seconds = 412);
         assert!(old.table().contains("| 412 s | none |"), "{}", old.table());
         assert_eq!(old.exit(), Exit::Ok);
+        // The daemon loaded the inodes of all objects of the store again and again.
+        let again = with(|it| it.kernel.bytes_again = 82_000_000);
+        assert_eq!(again.exit(), Exit::Failure);
+        assert!(again.table().contains("| 1600 bytes | none |"), "{}", again.table());
     }
 }
