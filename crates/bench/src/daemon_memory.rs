@@ -86,8 +86,8 @@ const CPU_PERCENT_MAX: f64 = 1.0;
 /// Goal: the processor time of a look at 50,000 objects, unless it is spread. That of the daemon's
 /// start is not.
 const OBJECTS_LOOK_MS_MAX: f64 = 150.0;
-/// Goal: the kernel memory that looks at objects which are in memory for nobody bring in again, of what
-/// they brought in first.
+/// Goal: of the kernel memory that looks at objects bring in, what comes again once it was dropped, while
+/// nobody uses the objects.
 const BROUGHT_AGAIN_PERCENT_MAX: f64 = 10.0;
 /// How long the processor time of a daemon is measured from its start on.
 const FIRST_MINUTE: Duration = Duration::from_secs(60);
@@ -157,7 +157,7 @@ struct KernelMemory {
     bytes: u64,
     /// After the caches were dropped.
     bytes_dropped: u64,
-    /// After two more looks.
+    /// After one more round of its own.
     bytes_again: u64,
 }
 
@@ -323,8 +323,13 @@ fn kernel_memory(
     let bytes = charged()?;
     cold_start()?;
     let bytes_dropped = charged()?;
-    daemon.sample()?;
-    daemon.sample()?;
+    // By itself: asked, it looks at everything.
+    let began = Instant::now();
+    let has_looked = |age: u64| age < began.elapsed().as_secs();
+    while !has_looked(daemon.metrics()?.figure("cofolio_residency_age_seconds")?) {
+        ensure!(began.elapsed() < FIRST_MINUTE, "the daemon does not look at the objects");
+        thread::sleep(Duration::from_secs(1));
+    }
     Ok(KernelMemory { bytes, bytes_dropped, bytes_again: charged()? })
 }
 
@@ -482,7 +487,7 @@ fn goals(it: &Measured) -> Goals {
             " bytes",
         )
         .at_most(
-            "of it, what two more looks bring in again while nobody uses the objects",
+            "of it, what comes again by itself while nobody uses the objects",
             it.kernel.brought_again_percent(),
             BROUGHT_AGAIN_PERCENT_MAX,
             " %",
@@ -526,7 +531,7 @@ fn table(it: &Measured) -> Result<String> {
             it.kernel.bytes,
         ),
         ("the same after the caches were dropped", it.kernel.bytes_dropped),
-        ("after two more looks", it.kernel.bytes_again),
+        ("after it has looked again by itself", it.kernel.bytes_again),
     ] {
         writeln!(text, "| {what} | {}.{} |", bytes / 1_000_000, bytes / 100_000 % 10)?;
     }

@@ -338,7 +338,7 @@ pub struct Loaded {
 }
 
 impl Config {
-    /// All paths in it.
+    /// All paths in it but that of a runtime, which may be a name.
     fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
         let Self { store, trust, daemon, .. } = self;
         let keys =
@@ -364,6 +364,10 @@ impl Loaded {
         let dir = std::path::absolute(path).map(|file| file.parent().map(Path::to_owned));
         if let Ok(Some(dir)) = dir {
             config.paths().for_each(|path| *path = dir.join(&path));
+            // Others are looked for in PATH.
+            if let Some(program) = config.run.runtime.as_mut().filter(|it| it.contains('/')) {
+                *program = dir.join(&program).to_string_lossy().into_owned();
+            }
         }
         // It has just been read as a `Config`, so it is a table.
         let in_file = flatten(&toml::from_str(&text).unwrap_or_default());
@@ -524,7 +528,8 @@ mod tests {
         let text = "[store]\npath = 'store'\nrun_dir = '/run/other'\n\
             [trust]\nsigned_by = ['a.pem']\ncosign_keys = ['b.pub']\n\
             [trust.ref.'x']\nsigned_by = ['c.pem']\n\
-            [daemon]\ntoken_file = 'token'\n";
+            [daemon]\ntoken_file = 'token'\n\
+            [run]\nruntime = 'bin/crun'\n";
         std::fs::write(&file, text).unwrap();
         let config = Loaded::read(&file).unwrap().unwrap().config;
         let at = |name: &str| dir.path().join(name);
@@ -534,6 +539,12 @@ mod tests {
         assert_eq!(config.trust.cosign_keys, [at("b.pub")]);
         assert_eq!(config.trust.refs["x"].signed_by, [at("c.pem")]);
         assert_eq!(config.daemon.token_file, Some(at("token")));
+        assert_eq!(config.run.runtime.as_deref(), at("bin/crun").to_str());
+        // No path of the documented settings is forgotten.
+        let documented = DOCUMENTED.lines().filter(|line| line.starts_with('#'));
+        let documented = documented.filter(|line| line.contains("= \"/") || line.contains("[\"/"));
+        let mut switched_on = read(&switched_on()).unwrap();
+        assert_eq!(switched_on.paths().count(), documented.count());
     }
 
     /// Every setting is documented, with its real default.

@@ -510,7 +510,8 @@ fn id_in_use(disk: &dyn Disk) -> Option<[u8; 16]> {
     let roots = in_domains(disk, RootKind::Mount.directory());
     let mut ids = std::fs::read_dir(run_dir("")).ok()?.flatten().filter_map(|entry| {
         let id = const_hex::decode_to_array(entry.file_name().as_bytes()).ok()?;
-        let tag = run_tag(&std::path::absolute(entry.path()).ok()?);
+        // A run directory's path has no links.
+        let tag = run_tag(&std::fs::canonicalize(entry.path()).ok()?);
         roots.iter().any(|root| root.starts_with(&tag)).then_some(id)
     });
     ids.next().filter(|_| ids.next().is_none())

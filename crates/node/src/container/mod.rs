@@ -234,7 +234,9 @@ impl<'a> Containers<'a> {
         for dir in self.cgroup_dirs("/cofolio")? {
             let cgroups = fs::read_dir(dir).into_iter().flatten().flatten();
             let cgroups = cgroups.filter_map(|cgroup| cgroup.file_name().into_string().ok());
-            names.extend(cgroups.filter_map(|name| Some(name.strip_suffix(&tag)?.to_owned())));
+            let found = cgroups.filter_map(|name| Some(name.strip_suffix(&tag)?.to_owned()));
+            // Whoever may make cgroups there chooses what becomes a path.
+            names.extend(found.filter(|name| is_name(name)));
         }
         names.sort();
         names.dedup();

@@ -30,7 +30,8 @@ use super::charges::CommonsAccount;
 pub struct Report {
     /// When they were added up, in seconds since 1970.
     pub time: i64,
-    /// Seconds since the last complete round over all objects began: no object's figure is older.
+    /// Seconds since the last complete round over all objects began: no object's figure is older, but
+    /// that an object of idle images still has no page may be an hour older.
     pub residency_age_seconds: u32,
     /// The same of the last complete round over all processes.
     pub processes_age_seconds: u32,

@@ -2,9 +2,9 @@
 //! resident, and what of that is charged to the commons.
 //!
 //! A look at an object opens its file, and that brings its inode and its name into memory: some
-//! 1.6 kB of the kernel's (ext4). So one that had no page at the last look is left alone while its
-//! images are idle: none is mounted, and of none's metadata a page is resident. Whoever finds an
-//! object by an image reads that, `warm` included.
+//! 1.6 kB of the kernel's (ext4). So one that had no page at the last look is left alone while all
+//! images with it are idle: not mounted, and without metadata in the page cache, which `warm` and
+//! whoever mounts an image read first. Once an hour, and when somebody asks, nothing is left alone.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -21,7 +21,7 @@ use super::Budget;
 use super::charges::Charges;
 use super::index::{Index, Object};
 use super::rounds::Rounds;
-use super::state::State;
+use super::state::{State, TICKS_PER_SECOND};
 use super::usage::ObjectId;
 use crate::cgroup::COMMONS;
 use crate::mount::open_dir;
@@ -30,15 +30,26 @@ use crate::mount::open_dir;
 /// descriptors.
 const DIRECTORIES_MAX: usize = 16;
 
+/// How often nothing is left alone, in ticks.
+const WHOLE_INTERVAL: u32 = 3600 * TICKS_PER_SECOND;
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct ResidencyLooks {
-    /// The object and then the domain at which the next look goes on.
-    next: usize,
+    /// Whether a round has begun.
+    is_begun: bool,
+    /// The domain and then the object at which the next look goes on.
     next_domain: usize,
+    next: usize,
     /// The count of that domain's metadata, if it has begun.
     counting: Option<MetadataCount>,
-    /// Objects of images that were not idle when the round began, by number.
+    /// Whether the next round, and this one, leave nothing alone.
+    is_asked: bool,
+    is_whole: bool,
+    /// When the last one began that did so.
+    last_whole: Option<u32>,
+    /// By number, the objects that are looked at in this round although they had no page. Those
+    /// beyond its end are new.
     wanted: Vec<bool>,
     rounds: Rounds,
     /// Name of the commons cgroup.
@@ -49,9 +60,13 @@ pub(super) struct ResidencyLooks {
 impl ResidencyLooks {
     pub(super) fn new() -> Self {
         Self {
-            next: 0,
+            is_begun: false,
             next_domain: 0,
+            next: 0,
             counting: None,
+            is_asked: false,
+            is_whole: false,
+            last_whole: None,
             wanted: Vec::new(),
             rounds: Rounds::default(),
             commons: COMMONS.to_owned(),
@@ -75,25 +90,36 @@ impl ResidencyLooks {
         &self.charges
     }
 
-    /// The next look begins a round, whatever is left of this one.
+    /// The next look begins a round that leaves nothing alone, whatever is left of this one.
     pub(super) fn start_over(&mut self) {
-        (self.next, self.next_domain, self.counting) = (0, 0, None);
+        self.end_round();
+        self.is_asked = true;
+    }
+
+    fn end_round(&mut self) {
+        (self.is_begun, self.next_domain, self.next, self.counting) = (false, 0, 0, None);
     }
 
     /// Goes on where the last call ended, until all was looked at once or the budget is spent: at
     /// one file at least. Says whether it came to the end of a round.
     pub(super) fn sample(&mut self, state: &mut State, budget: &Budget) -> bool {
         let now = state.now();
-        if (self.next, self.next_domain) == (0, 0) {
+        if !self.is_begun {
+            self.is_begun = true;
             self.rounds.begin(now);
             self.charges.begin(state.hierarchy.as_ref().ok(), &self.commons);
             state.page_files = used_page_files(state);
-            self.wanted = wanted_objects(state);
+            let is_due = |last: u32| now >= last.saturating_add(WHOLE_INTERVAL);
+            self.is_whole =
+                std::mem::take(&mut self.is_asked) || self.last_whole.is_none_or(is_due);
+            if self.is_whole {
+                self.last_whole = Some(now);
+            }
         }
         let is_complete =
-            self.sample_objects(state, now, budget) && self.sample_metadata(state, budget);
+            self.sample_metadata(state, budget) && self.sample_objects(state, now, budget);
         if is_complete {
-            self.start_over();
+            self.end_round();
             self.rounds.complete();
             state.forget_past_uses();
         }
@@ -103,6 +129,9 @@ impl ResidencyLooks {
     fn sample_objects(&mut self, state: &mut State, now: u32, budget: &Budget) -> bool {
         let mut directories = HashMap::new();
         let first = self.next;
+        if first == 0 {
+            self.wanted = if self.is_whole { Vec::new() } else { wanted_objects(state) };
+        }
         while self.next < state.index.numbers_end() {
             if self.next > first && budget.is_spent() {
                 return false;

@@ -72,7 +72,7 @@ pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions
 pub(crate) use shown::ShownSuperblock;
 pub(crate) use sparse::WRITABLE_DIRS_MAX;
 pub use upper::KeptChanges;
-pub(crate) use upper::{open_own, writable_dir};
+pub(crate) use upper::{open_own, relocate, writable_dir};
 
 pub(crate) use error::At;
 use error::refused;
@@ -634,15 +634,15 @@ impl<'a> Mounter<'a> {
         }
     }
 
-    /// A trust domain of the same store.
     /// [`RunDir::lock_record`], with the mount's own directories where they are in this store.
     fn lock_record(&self, id: &str) -> Result<Option<(MountRecord, ImageLock)>, MountError> {
         let Some((mut record, lock)) = self.run.lock_record(id)? else { return Ok(None) };
         let domain = self.domain_of(&record.domain)?;
-        upper::relocate(&mut record, &domain)?;
+        relocate(&mut record, &domain)?;
         Ok(Some((record, lock)))
     }
 
+    /// A trust domain of the same store.
     fn domain_of(&self, name: &str) -> Result<Domain, MountError> {
         Ok(self.domain.store().domain(name)?)
     }

@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Missed, Profile, ProfileError, Recorder, written_dirs};
 use crate::container::{Containers, RunError, ends_within, pidfd};
-use crate::mount::{MountPhase, Mounter};
+use crate::mount::{MountPhase, Mounter, relocate};
 
 /// How long a container may take to end before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
@@ -161,9 +161,11 @@ pub fn written_by(
     containers: &Containers<'_>,
     name: &str,
 ) -> Result<Option<Vec<PathBuf>>, ProfileError> {
-    let run = containers.mounter().run_dir();
-    let upper = run.find(&run.path().join(rootfs(name))).ok().and_then(|found| found.upper);
-    let upper = upper.map(|upper| upper.dir.join("upper")).filter(|upper| upper.exists());
+    let (mounter, run) = (containers.mounter(), containers.mounter().run_dir());
+    let Ok(mut found) = run.find(&run.path().join(rootfs(name))) else { return Ok(None) };
+    relocate(&mut found, mounter.domain()).map_err(RunError::from)?;
+    let upper = found.upper.map(|upper| upper.dir.join("upper"));
+    let upper = upper.filter(|upper| !matches!(upper.try_exists(), Ok(false)));
     upper.map(|upper| written_dirs(&upper)).transpose().map_err(ProfileError::Changes)
 }
 

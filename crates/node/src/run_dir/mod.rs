@@ -161,11 +161,14 @@ impl RunDir {
     pub fn prepare(&self) -> Result<(), RunDirError> {
         let was_missing = !self.path.exists();
         check(&self.path, false)?;
+        if was_missing {
+            self.check_around()?;
+        }
         for (name, mode) in [("", 0o711)].into_iter().chain(Self::OWN) {
             let path = self.path.join(name);
             make_directories(&path, mode).at("create", path)?;
         }
-        // Then a directory above it may have been missing as well, and be somebody else's now.
+        // Somebody else may have made one above it meanwhile.
         if was_missing { self.check_around() } else { Ok(()) }
     }
 

@@ -177,10 +177,16 @@ impl ImageConfig {
         self.config.as_ref().and_then(|c| c.working_dir.as_deref()).unwrap_or_default()
     }
 
-    /// Signal that asks it to end, by name or number.
+    /// Signal that asks it to end, by name or number; SIGTERM for what can be neither, since it becomes
+    /// an argument of the runtime's.
     pub fn stop_signal(&self) -> &str {
         let signal = self.config.as_ref().and_then(|c| c.stop_signal.as_deref());
-        signal.filter(|signal| !signal.is_empty()).unwrap_or("SIGTERM")
+        let can_be = |signal: &&str| {
+            // As `SIGRTMIN+3`.
+            let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'+' | b'-');
+            signal.starts_with(|c: char| c.is_ascii_alphanumeric()) && signal.bytes().all(plain)
+        };
+        signal.filter(can_be).unwrap_or("SIGTERM")
     }
 
     /// Ports that the image says it listens on, as `6379/tcp`.
