@@ -161,22 +161,32 @@ fn what_nobody_used_for_longest_goes_first() {
     // An order that comes from elsewhere cannot be both.
     for (target, used) in [(image, files), (ReclaimTarget::Domain("default".to_owned()), backwards)]
     {
-        pair.forget_all();
-        for (name, _) in used {
-            next_tick();
-            let holder = Holder::new(&top.join(name), Some(&user));
-            ledger.sample_all().unwrap();
-            drop(holder);
-        }
-        next_tick();
-        ledger.sample_all().unwrap();
         let next = ReclaimRequest { bytes: Some(1), ..all_of(target) };
-        for gone in 1..=used.len() {
-            assert_eq!(ledger.reclaim(&next).unwrap().objects, 1);
-            let resident = used.map(|(_, salt)| pair.resident(salt) > 0);
-            let expected: Vec<bool> = (0..used.len()).map(|number| number >= gone).collect();
-            assert_eq!(resident.to_vec(), expected, "{used:?}");
-        }
+        // The kernel takes pages that nobody maps, too: DAMON has taken these within seconds. Then this
+        // begins anew.
+        let mut goes_in_order = || {
+            pair.forget_all();
+            for (name, _) in used {
+                next_tick();
+                let holder = Holder::new(&top.join(name), Some(&user));
+                ledger.sample_all().unwrap();
+                drop(holder);
+            }
+            next_tick();
+            ledger.sample_all().unwrap();
+            let from = |first: usize| (0..used.len()).map(|number| number >= first).collect();
+            (1..=used.len()).all(|gone| {
+                let resident = || used.map(|(_, salt)| pair.resident(salt) > 0).to_vec();
+                let (before, after): (Vec<_>, Vec<_>) = (from(gone - 1), from(gone));
+                if resident() != before {
+                    return false;
+                }
+                assert_eq!(ledger.reclaim(&next).unwrap().objects, 1);
+                assert_eq!(resident(), after, "{used:?}");
+                true
+            })
+        };
+        assert!((0..20).any(|_| goes_in_order()), "the kernel takes all pages");
     }
     pair.umount(&top);
 }
