@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -151,8 +151,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 
     let dir = links::resolve(&args.dir)?;
     let made = !dir.exists();
-    let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir);
+    // What runs as root in the container is the host's root to whoever reaches it from outside.
+    let created = fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir);
     created.with_context(|| format!("creating {}", args.dir.display()))?;
+    let is_open = dir.metadata().is_ok_and(|found| found.mode() & 0o011 != 0);
     let bundle = Bundle::open(&dir, args.replace)?;
     let write = || bundle.write(args.rootfs.as_deref(), &config, &options, Path::new("/"));
     let mount_and_write = || -> anyhow::Result<Value> {
@@ -161,7 +163,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             create_target: true,
             access: if args.read_only { Access::ReadOnly } else { Access::Writable },
             check,
-            options: MountOptions { name: image.ref_name.clone(), ..MountOptions::default() },
+            options: MountOptions {
+                name: image.ref_name.clone(),
+                ..bundle::mount_options(args.read_only)
+            },
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
         };
         let mounter = context.mounter(&domain)?;
@@ -197,6 +202,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let default = config["hostname"].as_str().unwrap_or("box");
         let id = options.hostname.as_deref().unwrap_or(default);
         context.ui.note(format!("{dir}: ready, `runc run --bundle {dir} {id}` starts it"));
+        if is_open {
+            context.ui.note(format!(
+                "other users of this machine can reach the container's files, and its environment in \
+                 config.json: `chmod 700 {dir}` keeps them out"
+            ));
+        }
         if args.rootfs.is_none() {
             context.ui.note(format!("`cofolio umount {dir}/rootfs` when it has ended"));
         }

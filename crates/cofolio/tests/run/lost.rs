@@ -192,6 +192,33 @@ fn a_lost_run_directory_loses_no_container_that_runs() {
     }
 }
 
+/// The process that waited for a lost container took down the next one of its name, which then found no
+/// `/bin/busybox` in its root.
+#[test]
+fn who_waits_for_a_lost_container_leaves_the_next_one_alone() {
+    const TEST: &str = "who_waits_for_a_lost_container_leaves_the_next_one_alone";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let name = format!("next-{}", std::process::id());
+    for runtime in runtimes {
+        let script = "echo up; while :; do sleep 0.05; done";
+        let mut waits = started(&machine, &machine.sh_args(runtime, &["--name", &name], script));
+        let pid = machine.containers()[0]["pid"].as_u64().unwrap();
+        send(&waits, Signal::STOP);
+        let run = fs::read_dir(machine.path("run")).unwrap().next().unwrap().unwrap().path();
+        let find = format!("find {} -mindepth 1 -xdev -type f -delete", run.display());
+        let _ = Command::new("sh").args(["-c", &find]).output().unwrap();
+        kill_process(Pid::from_raw(pid.try_into().unwrap()).unwrap(), Signal::KILL).unwrap();
+        until("gc removes the rest", || machine.run(&["gc"]).stderr.is_empty().then_some(()));
+        machine.sh(runtime, &["-d", "--name", &name], script).ok();
+        send(&waits, Signal::CONT);
+        waits.wait().unwrap();
+        assert_eq!(machine.containers()[0]["state"], "running", "{runtime}");
+        machine.run(&["exec", &name, "/bin/busybox", "true"]).ok();
+        machine.run(&["stop", "--time", "0", &name]).ok();
+        machine.assert_clean();
+    }
+}
+
 /// Killed at any moment: a trivial container takes some tens of milliseconds.
 #[test]
 fn run_is_killed_at_any_moment() {

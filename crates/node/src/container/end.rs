@@ -26,12 +26,24 @@ const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 /// The files of a container that are removed last, in this order.
 const LAST: [&str; 2] = ["container.json", "lock"];
 
+impl Container {
+    /// Whether the run directory was lost, and another container has the name, or another process
+    /// removes what is left of this one.
+    fn is_replaced(&self) -> bool {
+        let lock = self.dir.join("lock");
+        lock.exists() && !is_at(&self.lock, &lock)
+    }
+}
+
 impl Containers<'_> {
     /// Removes a container that ended or never started; returns the directory with kept changes.
     ///
     /// # Errors
     /// [`RunError`]; [`Containers::reconcile`] removes the rest then.
     pub fn remove(&self, mut container: Container) -> Result<Option<PathBuf>> {
+        if container.is_replaced() {
+            return Ok(None);
+        }
         let changes = self.take_down(&mut container)?;
         remove_files(&container.dir)?;
         Ok(changes)
@@ -43,6 +55,9 @@ impl Containers<'_> {
     /// # Errors
     /// [`RunError`]; [`Containers::reconcile`] does the rest then.
     pub fn retire(&self, mut container: Container, exit_status: u8) -> Result<()> {
+        if container.is_replaced() {
+            return Ok(());
+        }
         write_file(&container.dir.join("exit"), exit_status.to_string().as_bytes())?;
         self.take_down(&mut container)?;
         Ok(())

@@ -211,7 +211,7 @@ impl Containers<'_> {
             options: MountOptions {
                 idmap: options.idmap.clone(),
                 name: Some(request.image_name.clone()),
-                ..MountOptions::default()
+                ..bundle::mount_options(options.readonly || options.idmap.is_some())
             },
             ..MountRequest::new(request.image, &rootfs)
         })?;

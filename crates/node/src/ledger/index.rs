@@ -100,6 +100,8 @@ pub(super) struct Index {
     domains: Vec<IndexedDomain>,
     /// Whether the last refresh could not list the domains, or open a new one.
     is_unlisted: bool,
+    /// Whether all images were added once: those that come now were not there before.
+    is_complete: bool,
     /// When the last refresh began: [`Object::absent`] of objects that are added. Later than that,
     /// nothing was noted of the objects whose numbers they get.
     refreshed: u32,
@@ -157,6 +159,7 @@ impl Index {
             store,
             domains: Vec::new(),
             is_unlisted: false,
+            is_complete: false,
             refreshed: 0,
             objects: Vec::new(),
             by_digest: HashTable::new(),
@@ -341,6 +344,7 @@ impl Index {
                 }
             }
         }
+        self.is_complete |= left == 0 && result.is_ok();
         (left == 0, result)
     }
 
@@ -436,7 +440,10 @@ impl Index {
                 slot
             }
             None => {
-                self.objects.push(Object { absent: 0, ..object });
+                // A use in the tick of the refresh counts. What was used before all was known may
+                // be any object.
+                let absent = if self.is_complete { self.refreshed.saturating_sub(1) } else { 0 };
+                self.objects.push(Object { absent, ..object });
                 // 2^32 objects would take 200 GB here.
                 u32::try_from(self.objects.len() - 1).unwrap_or(u32::MAX)
             }

@@ -110,6 +110,30 @@ fn what_is_opened_of_a_new_image_is_seen() {
     pair.umount(&known);
 }
 
+/// Objects of an image that came after the start of the daemon counted as opened before it, by somebody unknown:
+/// what a container of such an image left behind was not dropped for an hour.
+#[test]
+fn what_came_after_the_start_is_in_no_doubt() {
+    let test = "what_came_after_the_start_is_in_no_doubt";
+    let Some(_alone) = alone(test) else { return };
+    let Some(a) = cgroup(test, "a") else { return };
+    let pair = Pair::new();
+    let Some(mut ledger) = watched(test, &pair) else { return };
+    let image = pair.import("new", &[("file", 10)]);
+    let top = pair.mount_image(image, "m", Access::ReadOnly);
+    ledger.refresh(&Budget::UNLIMITED).unwrap();
+    let opener = Holder::opener(&top.join("file"), &a);
+    fs::read(top.join("file")).unwrap();
+    ledger.drain_opens(&Budget::UNLIMITED).unwrap();
+    ledger.sample_all().unwrap();
+    let found = ledger
+        .reclaim(&ReclaimRequest { dry_run: true, ..all_of(ReclaimTarget::Container(path_of(&a))) })
+        .unwrap();
+    assert_eq!((found.objects, found.unsure_objects), (1, 0), "{found:?}");
+    drop(opener);
+    pair.umount(&top);
+}
+
 /// `cofolio run` looked up the user in the root of a container, and then the shell that had started it
 /// was a container of that image.
 #[test]

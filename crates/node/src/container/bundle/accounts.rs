@@ -1,20 +1,24 @@
 //! Users and groups as the image's own `/etc/passwd` and `/etc/group` have them.
 
 use std::collections::BTreeSet;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fd::{AsFd as _, OwnedFd};
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::{BundleError, Result};
 use crate::mount::At as _;
+use crate::mount::kernel::path_of;
 
 /// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
+
+/// Where filesystems of the kernel's are in a container.
+const KERNEL_PATHS: [&str; 3] = ["/proc", "/sys", "/dev"];
 
 /// How long to retry while another process holds a lease on an account file.
 const LEASE_PATIENCE: Duration = Duration::from_secs(5);
@@ -33,7 +37,14 @@ pub(super) struct User {
 /// A number without an account stands for itself, with group 0; an unknown name is an error. With
 /// an explicit group there are no supplementary groups; without one, those that list the user.
 pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
-    find_user(&root.account_file("/etc/passwd")?, &root.account_file("/etc/group")?, spec)
+    let passwd = root.account_file("/etc/passwd")?;
+    let found = find_user(&passwd, &root.account_file("/etc/group")?, spec)?;
+    // To system calls that set ids, this is "leave it as it is": as root.
+    let is_none = |id: &u32| *id == u32::MAX;
+    if is_none(&found.uid) || found.additional_gids.iter().any(is_none) {
+        return Err(BundleError::NoId(spec.to_owned()));
+    }
+    Ok(found)
 }
 
 /// [`resolve_user`] in the texts of the account files.
@@ -115,11 +126,56 @@ impl Rootfs {
         self.open_beneath(path, OFlags::PATH).is_ok()
     }
 
+    /// Whether it exists, and no symbolic link is on the way.
+    pub(super) fn has_plain(&self, path: &str) -> bool {
+        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS;
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), resolve).is_ok()
+    }
+
+    /// Fails if a mount at a path would be in a filesystem of the kernel's, which is mounted before it:
+    /// a link of the image may lead there.
+    pub(super) fn check_target(&self, path: &str) -> Result<()> {
+        let refused = || BundleError::KernelTarget(path.to_owned());
+        let is_kernels = |path: &Path| KERNEL_PATHS.iter().any(|kernels| path.starts_with(kernels));
+        let mut above: Vec<_> = Path::new(path).ancestors().collect();
+        above.reverse();
+        for dir in above {
+            let shown = dir.to_string_lossy();
+            let Ok(found) = self.open_beneath(&shown, OFlags::PATH | OFlags::NOFOLLOW) else {
+                break;
+            };
+            let stat = rustix::fs::fstat(&found).at("looking at", self.path.join(dir))?;
+            if FileType::from_raw_mode(stat.st_mode).is_symlink() {
+                let led = self.open_beneath(&shown, OFlags::PATH).map_err(|_| refused())?;
+                let [led, root] = [&led, &self.fd].map(|fd| fs::read_link(path_of(fd)));
+                let (led, root) = (led.map_err(|_| refused())?, root.map_err(|_| refused())?);
+                let inside = led.strip_prefix(root).map_err(|_| refused())?;
+                if is_kernels(&Path::new("/").join(inside)) {
+                    return Err(refused());
+                }
+            }
+        }
+        if is_kernels(Path::new(path)) { Err(refused()) } else { Ok(()) }
+    }
+
     /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.
     fn account_file(&self, path: &'static str) -> Result<String> {
         let shown = || self.path.join(path.trim_start_matches('/'));
-        // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
-        let open = || self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK);
+        // An image may well have a device node here, whose driver would hear of an open, or a FIFO.
+        let found = match self.open_beneath(path, OFlags::PATH) {
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(String::new()),
+            other => other.at("reading", shown())?,
+        };
+        let stat = rustix::fs::fstat(&found).at("reading", shown())?;
+        if !FileType::from_raw_mode(stat.st_mode).is_file() {
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+            return Ok(Err(error).at("reading", shown())?);
+        }
+        let open = || {
+            let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            rustix::fs::open(path_of(&found), flags, Mode::empty())
+        };
         let (start, mut opened) = (Instant::now(), open());
         // Each attempt asks the holder of a lease to give it up.
         while opened.as_ref().is_err_and(|error| *error == Errno::AGAIN)
@@ -130,7 +186,6 @@ impl Rootfs {
         }
         let fd = match opened {
             Ok(fd) => fd,
-            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(String::new()),
             Err(Errno::AGAIN) => {
                 let error =
                     io::Error::new(io::ErrorKind::WouldBlock, "a process may have a lease on it");
@@ -139,10 +194,6 @@ impl Rootfs {
             other => other.at("reading", shown())?,
         };
         let file = File::from(fd);
-        if !file.metadata().at("reading", shown())?.is_file() {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-            return Ok(Err(error).at("reading", shown())?);
-        }
         let mut bytes = Vec::new();
         file.take(ACCOUNT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes).at("reading", shown())?;
         if bytes.len() as u64 > ACCOUNT_FILE_BYTES_MAX {

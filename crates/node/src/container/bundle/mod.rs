@@ -29,7 +29,7 @@ use cofolio_sys::userns::IdRange;
 
 use crate::links;
 use crate::mount::kernel::{open_directory_below, path_of};
-use crate::mount::{At as _, IdMap, MountError, open_own};
+use crate::mount::{At as _, IdMap, MountError, MountOptions, open_own};
 use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 
 mod accounts;
@@ -88,6 +88,14 @@ pub enum BundleError {
     /// A read-only root lacks a directory to mount on.
     #[error("read-only root: the image has no {0} to mount on")]
     MissingMountPoint(String),
+    /// A volume is in a filesystem of the kernel's, or a link of the image leads there or nowhere.
+    #[error(
+        "volume `{0}` is in /proc, /sys or /dev of the container, or a link leads there or nowhere"
+    )]
+    KernelTarget(String),
+    /// 2^32 - 1 is no number of a user or group.
+    #[error("user `{0}`: 4294967295 is no user or group")]
+    NoId(String),
     /// A path in the image config is not absolute or steps outside with `..`.
     #[error("image config: {what} `{path}` is not a plain absolute path")]
     BadPath {
@@ -329,6 +337,13 @@ impl Bundle {
         written.at("writing", self.path.join(path))?;
         Ok(config)
     }
+}
+
+/// How the root filesystem of a container is mounted. Its processes gain no privileges by set-user-ID
+/// programs (`noNewPrivileges`); users of the host who reach it must not either. `nodev` where the
+/// container makes no device nodes: it has those of `/dev`.
+pub fn mount_options(nodev: bool) -> MountOptions {
+    MountOptions { nosuid: true, nodev, ..MountOptions::default() }
 }
 
 /// Makes the `config.json` that [`Bundle::write`] writes, from resolved paths.

@@ -52,7 +52,7 @@ pub(super) fn mounts(
         let files = files.map(|file| (file, root.exists(file)));
         // The runtime makes missing mount points; a read-only root needs its `/etc` in memory.
         let is_missing = files.iter().any(|(_, exists)| !exists);
-        if options.readonly && is_missing && root.exists("/etc") && !is_writable("/etc") {
+        if options.readonly && is_missing && root.has_plain("/etc") && !is_writable("/etc") {
             mounts.push(mount("/etc", "tmpfs", "tmpfs", "nosuid,nodev,tmpcopyup,mode=755"));
         }
         for (file, exists) in files {
@@ -69,7 +69,9 @@ pub(super) fn mounts(
         }
         let volumes: Vec<&str> = image.volumes().collect();
         for path in SCRATCH_PATHS {
-            if root.exists(path) && !volumes.contains(&path) && !is_writable(path) {
+            // A link would lead the mount elsewhere, as into /proc, of which the runtime would copy
+            // what it may read into it. Where `/var/tmp` leads to `/tmp`, that is in memory.
+            if root.has_plain(path) && !volumes.contains(&path) && !is_writable(path) {
                 let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
                 let options = format!("nosuid,nodev,tmpcopyup,{mode}");
                 mounts.push(mount(path, "tmpfs", "tmpfs", &options));
@@ -77,6 +79,7 @@ pub(super) fn mounts(
         }
         volumes.iter().try_for_each(|path| plain_path("volume", path))?;
         for path in volumes_with_directory(image, options) {
+            root.check_target(path)?;
             let (below, shown) = match &options.volumes {
                 Some(volumes) => (volumes.clone(), volumes.clone()),
                 None => (held.join("volumes"), bundle.join("volumes")),
@@ -87,6 +90,7 @@ pub(super) fn mounts(
     }
     for bind in &options.binds {
         plain_path("volume", &bind.target)?;
+        root.check_target(&bind.target)?;
         // The runtime makes missing ones where it can write.
         let can_be_made = || below_a_mount(&mounts, &bind.target) || is_writable(&bind.target);
         if options.readonly && !root.exists(&bind.target) && !can_be_made() {

@@ -1,4 +1,4 @@
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 
 use super::accounts::User;
 use super::*;
@@ -87,7 +87,7 @@ fn account_files_cannot_lead_outside() {
     fs::write(host.path().join("passwd"), "evil:x:0:0::/:\n").unwrap();
     fs::create_dir(root.path().join("etc")).unwrap();
     let link = root.path().join("etc/passwd");
-    std::os::unix::fs::symlink(host.path().join("passwd"), &link).unwrap();
+    symlink(host.path().join("passwd"), &link).unwrap();
     assert!(matches!(
         resolve_user(&Rootfs::open(root.path()).unwrap(), "evil"),
         Err(BundleError::UnknownAccount { .. })
@@ -96,7 +96,7 @@ fn account_files_cannot_lead_outside() {
     // A link that stays inside is followed, absolute ones from the image's root.
     fs::remove_file(&link).unwrap();
     fs::write(root.path().join("accounts"), "app:x:7:8::/:\n").unwrap();
-    std::os::unix::fs::symlink("/accounts", &link).unwrap();
+    symlink("/accounts", &link).unwrap();
     assert_eq!(resolve_user(&Rootfs::open(root.path()).unwrap(), "app").unwrap(), user(7, 8, &[8]));
 }
 
@@ -150,7 +150,13 @@ fn labels_of_an_image_are_no_orders_for_a_runtime() {
     let described = "org.opencontainers.image.title";
     let labels: BTreeMap<_, _> =
         orders.into_iter().chain([described]).map(|name| (name, "evil")).collect();
-    let image = parse(&json!({"config": {"Cmd": ["x"], "Labels": labels}}).to_string());
+    let config = json!({"Cmd": ["x"], "Labels": labels, "StopSignal": "--regex"});
+    let image = parse(&json!({"config": config}).to_string());
+    assert_eq!(image.stop_signal(), "SIGTERM");
+    let other = |signal: &str| json!({"config": {"StopSignal": signal}}).to_string();
+    for signal in ["SIGQUIT", "9", "SIGRTMIN+3"] {
+        assert_eq!(parse(&other(signal)).stop_signal(), signal);
+    }
     let (root, bundle) = (rootfs(), tempfile::tempdir().unwrap());
     let host = tempfile::tempdir().unwrap();
     let config =
@@ -264,7 +270,7 @@ fn only_its_owner_can_redirect_a_bundle() {
     let bundle = tempfile::tempdir().unwrap();
     let (dir, elsewhere) = (bundle.path(), tempfile::tempdir().unwrap());
     let rootfs = dir.join("rootfs");
-    std::os::unix::fs::symlink(elsewhere.path(), &rootfs).unwrap();
+    symlink(elsewhere.path(), &rootfs).unwrap();
     let refused = || {
         let error = check(dir, true).unwrap_err();
         assert!(matches!(error, BundleError::Unsafe { .. }), "{error}");
@@ -284,11 +290,11 @@ fn only_its_owner_can_redirect_a_bundle() {
     let (root, volumes) = (rootfs_of_redis(), fs::canonicalize(dir).unwrap().join("volumes"));
     let options = Options { readonly: true, ..Options::default() };
     let write_it = || write(dir, root.path(), &parse(REDIS), &options, Path::new("/"));
-    std::os::unix::fs::symlink(elsewhere.path(), &volumes).unwrap();
+    symlink(elsewhere.path(), &volumes).unwrap();
     assert!(matches!(write_it().unwrap_err(), BundleError::Unsafe { path, .. } if path == volumes));
     fs::remove_file(&volumes).unwrap();
     fs::create_dir(&volumes).unwrap();
-    std::os::unix::fs::symlink(elsewhere.path(), volumes.join("data")).unwrap();
+    symlink(elsewhere.path(), volumes.join("data")).unwrap();
     assert!(matches!(write_it().unwrap_err(), BundleError::Unsafe { .. }));
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
     fs::remove_dir_all(&volumes).unwrap();
@@ -296,7 +302,7 @@ fn only_its_owner_can_redirect_a_bundle() {
     let link = dir.join("config.json.new");
     let other = elsewhere.path().join("other");
     fs::write(&other, "as it was").unwrap();
-    std::os::unix::fs::symlink(&other, link).unwrap();
+    symlink(&other, link).unwrap();
     write(dir, root.path(), &parse(REDIS), &Options::default(), Path::new("/")).unwrap();
     assert_eq!(fs::read(&other).unwrap(), b"as it was");
     if rustix::process::geteuid().is_root() {
@@ -314,7 +320,7 @@ fn a_bundle_that_is_moved_is_written_where_it_is() {
     [&at, &elsewhere].iter().for_each(|dir| fs::create_dir(dir).unwrap());
     let bundle = Bundle::open(&at, false).unwrap();
     fs::rename(&at, &moved).unwrap();
-    std::os::unix::fs::symlink(&elsewhere, &at).unwrap();
+    symlink(&elsewhere, &at).unwrap();
     let options = Options { readonly: true, ..Options::default() };
     bundle.write(Some(root.path()), &parse(REDIS), &options, Path::new("/")).unwrap();
     assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
@@ -331,6 +337,84 @@ fn rootfs_of_redis() -> tempfile::TempDir {
         fs::create_dir(root.path().join(name)).unwrap();
     }
     root
+}
+
+/// A link of an image led the tmpfs of `/run` into /proc, and the runtime copied into it what it may read there and
+/// the container may not. A volume was mounted there, too.
+#[test]
+fn no_link_of_an_image_leads_a_mount_into_a_filesystem_of_the_kernels() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    let options = Options { readonly: true, ..Options::default() };
+    let make = |image: &str, options: &Options| {
+        write(bundle.path(), root.path(), &parse(image), options, Path::new("/"))
+    };
+    let destinations = |config: &Value| -> Vec<String> {
+        let mounts = config["mounts"].as_array().unwrap().iter();
+        mounts.map(|mount| mount["destination"].as_str().unwrap().to_owned()).collect()
+    };
+    fs::create_dir(root.path().join("proc/tty")).unwrap();
+    let link = |to: &str, name: &str| symlink(to, root.path().join(name)).unwrap();
+    link("/proc/tty", "run");
+    link("tmp", "var");
+    let made = destinations(&make(r#"{"config": {"Cmd": ["x"]}}"#, &options).unwrap());
+    assert!(made.contains(&"/tmp".to_owned()), "{made:?}");
+    assert!(!made.iter().any(|it| it == "/run" || it == "/var/tmp"), "{made:?}");
+    link("/proc/tty", "led");
+    link("proc", "above");
+    link("/nowhere", "dangling");
+    link("data", "plain");
+    for (path, is_refused) in [
+        ("/led", true),
+        ("/above/tty", true),
+        ("/dangling/x", true),
+        ("/proc/tty", true),
+        ("/dev", true),
+        ("/plain/new", false),
+        ("/plain", false),
+    ] {
+        let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
+        let source = PathBuf::from("/srv");
+        let binds = vec![Bind { source, target: path.to_owned(), readonly: false }];
+        let writable = Options { binds, ..Options::default() };
+        for made in [make(&image, &options), make(r#"{"config": {"Cmd": ["x"]}}"#, &writable)] {
+            assert_eq!(
+                matches!(made, Err(BundleError::KernelTarget(_))),
+                is_refused,
+                "{path} {made:?}"
+            );
+        }
+    }
+}
+
+/// To setresuid, 4294967295 is "leave it as it is": `--user 4294967295` ran as root.
+#[test]
+fn no_user_is_root_by_the_number_that_means_none() {
+    let root = rootfs();
+    fs::write(root.path().join("etc/passwd"), "none:x:4294967295:5::/:\n").unwrap();
+    let root = Rootfs::open(root.path()).unwrap();
+    for spec in ["4294967295", "none", "0:4294967295"] {
+        let found = resolve_user(&root, spec);
+        assert!(matches!(found, Err(BundleError::NoId(_))), "{spec} {found:?}");
+    }
+}
+
+/// To see that `/etc/passwd` of an image is a device, it was opened: its driver heard of it, outside of any
+/// container.
+#[test]
+fn no_device_of_an_image_is_opened() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("SKIP no_device_of_an_image_is_opened: needs root");
+    }
+    let root = rootfs();
+    let passwd = root.path().join("etc/passwd");
+    fs::remove_file(&passwd).unwrap();
+    // A number that no driver has: to open it fails otherwise than to look at it.
+    let device = rustix::fs::makedev(4095, 1);
+    let (kind, mode) = (rustix::fs::FileType::CharacterDevice, rustix::fs::Mode::RUSR);
+    rustix::fs::mknodat(rustix::fs::CWD, &passwd, kind, mode, device).unwrap();
+    let error = resolve_user(&Rootfs::open(root.path()).unwrap(), "0").unwrap_err();
+    let said = cofolio_store::with_causes(&error);
+    assert!(said.contains("not a regular file"), "{said}");
 }
 
 /// A directory of the host below a writable directory of a read-only root had to be in the image.
@@ -368,7 +452,7 @@ fn a_volume_is_not_looked_up_inside_another() {
     let make = || write(bundle.path(), root.path(), &image, &options, Path::new("/")).unwrap();
     make();
     let volumes = fs::canonicalize(bundle.path()).unwrap().join("volumes");
-    std::os::unix::fs::symlink(host.path(), volumes.join("data/sub")).unwrap();
+    symlink(host.path(), volumes.join("data/sub")).unwrap();
     let config = make();
     let mounts = config["mounts"].as_array().unwrap();
     let sub = mounts.iter().find(|mount| mount["destination"] == "/data/sub").unwrap();
