@@ -151,7 +151,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 
     let dir = links::resolve(&args.dir)?;
     let made = !dir.exists();
-    // What runs as root in the container is the host's root to whoever reaches it from outside.
+    // Nobody else reaches the image's device nodes and the container's environment.
     let created = fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir);
     created.with_context(|| format!("creating {}", args.dir.display()))?;
     let is_open = dir.metadata().is_ok_and(|found| found.mode() & 0o011 != 0);
