@@ -363,7 +363,8 @@ impl Loaded {
         let mut config = parse(&text, path)?;
         let dir = std::path::absolute(path).map(|file| file.parent().map(Path::to_owned));
         if let Ok(Some(dir)) = dir {
-            config.paths().for_each(|path| *path = dir.join(&path));
+            let given = config.paths().filter(|path| !path.as_os_str().is_empty());
+            given.for_each(|path| *path = dir.join(&path));
             // Others are looked for in PATH.
             if let Some(program) = config.run.runtime.as_mut().filter(|it| it.contains('/')) {
                 *program = dir.join(&program).to_string_lossy().into_owned();

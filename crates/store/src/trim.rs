@@ -207,13 +207,9 @@ impl Domain {
             images.entry(named.1.image).or_default().push(named);
         }
         let mut order = Vec::with_capacity(images.len());
-        // A clock that was years ahead once would keep an image for years. One that was put back a
-        // little makes nothing old.
-        let latest = crate::now() + 86_400;
         for (image, names) in images {
-            let created = names.iter().map(|(_, record)| record.created);
-            let times = created.chain(self.noted_use(&image)?);
-            let last_used = times.filter(|time| *time <= latest).max().unwrap_or(0);
+            let created = names.iter().map(|(_, record)| record.created).max().unwrap_or(0);
+            let last_used = self.noted_use(&image)?.unwrap_or(0).max(created);
             order.push(Candidate { image, last_used, names });
         }
         order.sort_by_key(|candidate| (candidate.last_used, candidate.image));

@@ -52,23 +52,6 @@ fn trim(domain: &Domain, options: &TrimOptions) -> TrimPlan {
     plan
 }
 
-/// An image that was imported while the clock was ten years ahead was the last one to go, for ten years.
-#[test]
-fn a_time_to_come_keeps_no_image() {
-    let scratch = Scratch::new("trim-ahead");
-    let domain = scratch.store().domain("default").unwrap();
-    let now = cofolio_store::now();
-    put(&domain, "ahead", &[1], now + 3650 * 86_400);
-    put(&domain, "old", &[2], now - 1000);
-    put(&domain, "a-little-ahead", &[3], now + 5);
-    let bytes = domain.bytes().unwrap();
-    let plan = trim(&domain, &TrimOptions { size: Some(bytes - 1), ..TrimOptions::default() });
-    assert_eq!(plan.victims[0].refs, ["ahead"]);
-    let bytes = domain.bytes().unwrap();
-    let plan = trim(&domain, &TrimOptions { size: Some(bytes - 1), ..TrimOptions::default() });
-    assert_eq!(plan.victims[0].refs, ["old"]);
-}
-
 #[test]
 fn the_least_recently_used_go_first_and_no_more_than_needed() {
     let scratch = Scratch::new("trim");

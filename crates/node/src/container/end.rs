@@ -27,8 +27,8 @@ const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 const LAST: [&str; 2] = ["container.json", "lock"];
 
 impl Container {
-    /// Whether the run directory was lost, and another container has the name, or another process
-    /// removes what is left of this one.
+    /// Whether the lock file at its path is another one: the run directory was lost, and another
+    /// container has the name, or another process removes what is left of this one.
     fn is_replaced(&self) -> bool {
         let lock = self.dir.join("lock");
         lock.exists() && !is_at(&self.lock, &lock)
@@ -45,7 +45,9 @@ impl Containers<'_> {
             return Ok(None);
         }
         let changes = self.take_down(&mut container)?;
-        remove_files(&container.dir)?;
+        if !container.is_replaced() {
+            remove_files(&container.dir)?;
+        }
         Ok(changes)
     }
 
@@ -71,6 +73,10 @@ impl Containers<'_> {
         // A runtime that saw the end of its container has removed its state.
         if container.state.join(&record.name).exists() {
             record.runtime.ask(&container.state, &["delete", "--force", &record.name])?;
+        }
+        // That took its time.
+        if container.is_replaced() {
+            return Ok(None);
         }
         self.kill_left(&record.name, &record.cgroup)?;
         // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.

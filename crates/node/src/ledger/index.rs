@@ -100,8 +100,8 @@ pub(super) struct Index {
     domains: Vec<IndexedDomain>,
     /// Whether the last refresh could not list the domains, or open a new one.
     is_unlisted: bool,
-    /// Whether all images were added once: those that come now were not there before.
-    is_complete: bool,
+    /// When the last refresh began that left nothing out: images that come now are not older.
+    complete: Option<u32>,
     /// When the last refresh began: [`Object::absent`] of objects that are added. Later than that,
     /// nothing was noted of the objects whose numbers they get.
     refreshed: u32,
@@ -159,7 +159,7 @@ impl Index {
             store,
             domains: Vec::new(),
             is_unlisted: false,
-            is_complete: false,
+            complete: None,
             refreshed: 0,
             objects: Vec::new(),
             by_digest: HashTable::new(),
@@ -344,7 +344,9 @@ impl Index {
                 }
             }
         }
-        self.is_complete |= left == 0 && result.is_ok();
+        if left == 0 && result.is_ok() && self.unreadable_images() == 0 {
+            self.complete = Some(now);
+        }
         (left == 0, result)
     }
 
@@ -440,9 +442,9 @@ impl Index {
                 slot
             }
             None => {
-                // A use in the tick of the refresh counts. What was used before all was known may
-                // be any object.
-                let absent = if self.is_complete { self.refreshed.saturating_sub(1) } else { 0 };
+                // Uses since the last complete refresh count, those in its tick as well. Until the
+                // first one, an object may have users that were missed.
+                let absent = self.complete.unwrap_or_default().saturating_sub(1);
                 self.objects.push(Object { absent, ..object });
                 // 2^32 objects would take 200 GB here.
                 u32::try_from(self.objects.len() - 1).unwrap_or(u32::MAX)

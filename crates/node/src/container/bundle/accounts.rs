@@ -1,8 +1,10 @@
 //! Users and groups as the image's own `/etc/passwd` and `/etc/group` have them.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::ffi::OsString;
+use std::fs::File;
 use std::io::{self, Read as _};
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -18,7 +20,7 @@ use crate::mount::kernel::path_of;
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
 
 /// Where filesystems of the kernel's are in a container.
-const KERNEL_PATHS: [&str; 3] = ["/proc", "/sys", "/dev"];
+pub(super) const KERNEL_PATHS: [&str; 3] = ["/proc", "/sys", "/dev"];
 
 /// How long to retry while another process holds a lease on an account file.
 const LEASE_PATIENCE: Duration = Duration::from_secs(5);
@@ -54,14 +56,16 @@ pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> 
         None => (spec, None),
     };
     let user = if user.is_empty() { "0" } else { user };
-    let number: Option<u32> = user.parse().ok();
+    // No account can have a name that is a number to others (CVE-2016-3697).
+    let number = number(user)?;
 
     // name:password:uid:gid:comment:home:shell
     let account = passwd.lines().find_map(|line| {
         let fields: Vec<&str> = line.split(':').collect();
         let (name, uid, gid) = (fields.first()?, fields.get(2)?, fields.get(3)?);
         let (uid, gid): (u32, u32) = (uid.parse().ok()?, gid.parse().ok()?);
-        (*name == user || number == Some(uid)).then(|| ((*name).to_owned(), uid, gid))
+        let is_it = number.map_or(*name == user, |number| number == uid);
+        is_it.then(|| ((*name).to_owned(), uid, gid))
     });
     let (name, uid, gid) = match (account, number) {
         (Some((name, uid, gid)), _) => (Some(name), uid, gid),
@@ -82,8 +86,9 @@ pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> 
         Some((name, gid, fields.get(3).copied().unwrap_or_default()))
     });
     if let Some(group) = group {
-        let number: Option<u32> = group.parse().ok();
-        let found = parsed.find(|(name, gid, _)| *name == group || number == Some(*gid));
+        let number = self::number(group)?;
+        let found =
+            parsed.find(|(name, gid, _)| number.map_or(*name == group, |number| number == *gid));
         let gid = found.map(|(_, gid, _)| gid).or(number);
         let gid = gid.ok_or_else(|| BundleError::UnknownAccount {
             kind: "group",
@@ -104,6 +109,18 @@ pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> 
     Ok(User { uid, gid, additional_gids })
 }
 
+/// The number of a user or group that is given as one.
+fn number(text: &str) -> Result<Option<u32>> {
+    if text.is_empty() || !text.bytes().all(|b| b.is_ascii_digit()) {
+        return Ok(None);
+    }
+    text.parse().map(Some).map_err(|_| BundleError::NoId(text.to_owned()))
+}
+
+pub(super) fn is_kernels(path: &Path) -> bool {
+    KERNEL_PATHS.iter().any(|kernels| path.starts_with(kernels))
+}
+
 /// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
 pub(super) struct Rootfs {
     pub(super) fd: OwnedFd,
@@ -119,7 +136,12 @@ impl Rootfs {
 
     pub(super) fn open_beneath(&self, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC;
-        rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+        let open =
+            || rustix::fs::openat2(&self.fd, path, flags, Mode::empty(), ResolveFlags::IN_ROOT);
+        // What is renamed or mounted anywhere meanwhile may have led `..` out of the root, so the
+        // kernel asks to try again.
+        let mut tries = (0..1000).map(|_| open());
+        tries.find(|opened| !matches!(opened, Err(Errno::AGAIN))).unwrap_or(Err(Errno::AGAIN))
     }
 
     pub(super) fn exists(&self, path: &str) -> bool {
@@ -133,30 +155,43 @@ impl Rootfs {
         rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), resolve).is_ok()
     }
 
-    /// Fails if a mount at a path would be in a filesystem of the kernel's, which is mounted before it:
-    /// a link of the image may lead there.
-    pub(super) fn check_target(&self, path: &str) -> Result<()> {
-        let refused = || BundleError::KernelTarget(path.to_owned());
-        let is_kernels = |path: &Path| KERNEL_PATHS.iter().any(|kernels| path.starts_with(kernels));
-        let mut above: Vec<_> = Path::new(path).ancestors().collect();
-        above.reverse();
-        for dir in above {
-            let shown = dir.to_string_lossy();
-            let Ok(found) = self.open_beneath(&shown, OFlags::PATH | OFlags::NOFOLLOW) else {
-                break;
-            };
-            let stat = rustix::fs::fstat(&found).at("looking at", self.path.join(dir))?;
-            if FileType::from_raw_mode(stat.st_mode).is_symlink() {
-                let led = self.open_beneath(&shown, OFlags::PATH).map_err(|_| refused())?;
-                let [led, root] = [&led, &self.fd].map(|fd| fs::read_link(path_of(fd)));
-                let (led, root) = (led.map_err(|_| refused())?, root.map_err(|_| refused())?);
-                let inside = led.strip_prefix(root).map_err(|_| refused())?;
-                if is_kernels(&Path::new("/").join(inside)) {
-                    return Err(refused());
-                }
+    /// Whether links of the image lead a path into a filesystem of the kernel's, which is mounted before
+    /// all else.
+    pub(super) fn leads_to_kernel(&self, path: &str) -> bool {
+        !is_kernels(Path::new(path)) && self.resolve(path).is_none_or(|led| is_kernels(&led))
+    }
+
+    /// Where the links of the image lead a path. What is missing leads nowhere else. `None` after more
+    /// links than the kernel follows.
+    fn resolve(&self, path: &str) -> Option<PathBuf> {
+        const LINKS_MAX: u32 = 40;
+        let names = |path: &Path| -> Vec<_> {
+            path.iter().filter(|name| *name != "/").map(ToOwned::to_owned).rev().collect()
+        };
+        let (mut left, mut at, mut links) = (names(Path::new(path)), PathBuf::from("/"), 0);
+        while let Some(name) = left.pop() {
+            if name == ".." {
+                at.pop();
+                continue;
             }
+            let next = at.join(name);
+            let found = self.open_beneath(&next.to_string_lossy(), OFlags::PATH | OFlags::NOFOLLOW);
+            let Ok(target) = found.and_then(|found| rustix::fs::readlinkat(found, "", Vec::new()))
+            else {
+                at = next;
+                continue;
+            };
+            links += 1;
+            if links > LINKS_MAX {
+                return None;
+            }
+            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+            if target.is_absolute() {
+                at = PathBuf::from("/");
+            }
+            left.extend(names(&target));
         }
-        if is_kernels(Path::new(path)) { Err(refused()) } else { Ok(()) }
+        Some(at)
     }
 
     /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.

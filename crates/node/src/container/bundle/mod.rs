@@ -88,13 +88,11 @@ pub enum BundleError {
     /// A read-only root lacks a directory to mount on.
     #[error("read-only root: the image has no {0} to mount on")]
     MissingMountPoint(String),
-    /// A volume is in a filesystem of the kernel's, or a link of the image leads there or nowhere.
-    #[error(
-        "volume `{0}` is in /proc, /sys or /dev of the container, or a link leads there or nowhere"
-    )]
+    /// A link of the image leads a volume into a filesystem of the kernel's.
+    #[error("volume `{0}`: a link of the image leads it into /proc, /sys or /dev")]
     KernelTarget(String),
-    /// 2^32 - 1 is no number of a user or group.
-    #[error("user `{0}`: 4294967295 is no user or group")]
+    /// 2^32 - 1 is no number of a user or group, and there are no higher ones.
+    #[error("user `{0}`: numbers of users and groups are below 4294967295")]
     NoId(String),
     /// A path in the image config is not absolute or steps outside with `..`.
     #[error("image config: {what} `{path}` is not a plain absolute path")]

@@ -1,13 +1,13 @@
 //! The mounts of a container: kernel filesystems, scratch, volumes, directories of the host.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 
 use rustix::fs::{AtFlags, OFlags};
 use serde_json::{Value, json};
 
-use super::accounts::Rootfs;
+use super::accounts::{KERNEL_PATHS, Rootfs, is_kernels};
 use super::{BundleError, ImageConfig, Options, Result, plain_path};
 use crate::mount::At as _;
 
@@ -56,14 +56,15 @@ pub(super) fn mounts(
             mounts.push(mount("/etc", "tmpfs", "tmpfs", "nosuid,nodev,tmpcopyup,mode=755"));
         }
         for (file, exists) in files {
-            if Path::new(file).exists() && (exists || !options.readonly || root.exists("/etc")) {
+            let can_be = exists || !options.readonly || root.exists("/etc");
+            if Path::new(file).exists() && can_be && !root.leads_to_kernel(file) {
                 mounts.push(mount(file, "bind", file, "bind,ro"));
             }
         }
     }
     if options.readonly {
-        for path in ["/proc", "/dev", "/sys"] {
-            if !root.exists(path) {
+        for path in KERNEL_PATHS {
+            if !root.has_plain(path) {
                 return Err(BundleError::MissingMountPoint(path.to_owned()));
             }
         }
@@ -79,7 +80,11 @@ pub(super) fn mounts(
         }
         volumes.iter().try_for_each(|path| plain_path("volume", path))?;
         for path in volumes_with_directory(image, options) {
-            root.check_target(path)?;
+            // The kernel's filesystem is there, as without a volume, or all else is below it.
+            let is_root = Path::new(path) == Path::new("/");
+            if is_root || is_kernels(Path::new(path)) || root.leads_to_kernel(path) {
+                continue;
+            }
             let (below, shown) = match &options.volumes {
                 Some(volumes) => (volumes.clone(), volumes.clone()),
                 None => (held.join("volumes"), bundle.join("volumes")),
@@ -90,7 +95,10 @@ pub(super) fn mounts(
     }
     for bind in &options.binds {
         plain_path("volume", &bind.target)?;
-        root.check_target(&bind.target)?;
+        // What the caller names is the caller's choice.
+        if root.leads_to_kernel(&bind.target) {
+            return Err(BundleError::KernelTarget(bind.target.clone()));
+        }
         // The runtime makes missing ones where it can write.
         let can_be_made = || below_a_mount(&mounts, &bind.target) || is_writable(&bind.target);
         if options.readonly && !root.exists(&bind.target) && !can_be_made() {
@@ -159,7 +167,9 @@ fn volume((below, shown): (&Path, &Path), root: &Rootfs, path: &str) -> Result<S
         }
     }
     if !directory.exists() {
-        fs::create_dir_all(&directory).at("creating", &directory)?;
+        // For root alone, because of set-user-ID programs that a container puts there.
+        let created = fs::DirBuilder::new().recursive(true).mode(0o700).create(below);
+        created.and_then(|()| fs::create_dir(&directory)).at("creating", &directory)?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
             .at("setting the mode of", &directory)?;
         let have = fs::metadata(&directory).at("reading", &directory)?;

@@ -363,36 +363,53 @@ fn no_link_of_an_image_leads_a_mount_into_a_filesystem_of_the_kernels() {
     link("proc", "above");
     link("/nowhere", "dangling");
     link("data", "plain");
-    for (path, is_refused) in [
-        ("/led", true),
-        ("/above/tty", true),
-        ("/dangling/x", true),
-        ("/proc/tty", true),
-        ("/dev", true),
-        ("/plain/new", false),
-        ("/plain", false),
+    link("/led/../tty/x/..", "winding");
+    link("loop", "loop");
+    for (path, is_left_out, is_refused) in [
+        ("/led", true, true),
+        ("/above/tty", true, true),
+        ("/winding", true, true),
+        // The caller's own choice.
+        ("/proc/tty", true, false),
+        ("/dev", true, false),
+        ("/.", true, false),
+        ("/dangling/x", false, false),
+        ("/plain", false, false),
     ] {
         let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
         let source = PathBuf::from("/srv");
         let binds = vec![Bind { source, target: path.to_owned(), readonly: false }];
         let writable = Options { binds, ..Options::default() };
-        for made in [make(&image, &options), make(r#"{"config": {"Cmd": ["x"]}}"#, &writable)] {
-            assert_eq!(
-                matches!(made, Err(BundleError::KernelTarget(_))),
-                is_refused,
-                "{path} {made:?}"
-            );
-        }
+        // One that the image does not have is refused for that.
+        let made = make(&image, &options);
+        let is_mounted = |made: &Value| {
+            let mounts = made["mounts"].as_array().unwrap().iter();
+            let of = |mount: &&Value| mount["destination"] == path && mount["type"] == "bind";
+            mounts.filter(of).count() > 0
+        };
+        let left_out = made.as_ref().is_ok_and(|made| !is_mounted(made));
+        assert_eq!(left_out, is_left_out, "{path} {made:?}");
+        let made = make(r#"{"config": {"Cmd": ["x"]}}"#, &writable);
+        assert_eq!(matches!(made, Err(BundleError::KernelTarget(_))), is_refused, "{path}");
     }
+    link("/proc/tty", "etc/hosts");
+    let network = Options { host_network: true, ..Options::default() };
+    let made = destinations(&make(r#"{"config": {"Cmd": ["x"]}}"#, &network).unwrap());
+    assert!(!made.contains(&"/etc/hosts".to_owned()), "{made:?}");
 }
 
 /// To setresuid, 4294967295 is "leave it as it is": `--user 4294967295` ran as root.
 #[test]
 fn no_user_is_root_by_the_number_that_means_none() {
     let root = rootfs();
-    fs::write(root.path().join("etc/passwd"), "none:x:4294967295:5::/:\n").unwrap();
+    let text = "none:x:4294967295:5::/:\n4294967295:x:0:0::/:\n1000:x:0:0::/:\n";
+    fs::write(root.path().join("etc/passwd"), text).unwrap();
+    fs::write(root.path().join("etc/group"), "1000:x:0:\n").unwrap();
     let root = Rootfs::open(root.path()).unwrap();
-    for spec in ["4294967295", "none", "0:4294967295"] {
+    // Nor by a number that an account has as its name.
+    assert_eq!(resolve_user(&root, "1000").unwrap(), user(1000, 0, &[0]));
+    assert_eq!(resolve_user(&root, "1000:1000").unwrap(), user(1000, 1000, &[1000]));
+    for spec in ["4294967295", "4294967296", "none", "0:4294967295"] {
         let found = resolve_user(&root, spec);
         assert!(matches!(found, Err(BundleError::NoId(_))), "{spec} {found:?}");
     }
