@@ -28,7 +28,8 @@ fn a_terminal_is_one() {
     let Some((machine, runtimes)) = machine(TEST) else { return };
     let Some(script) = program("script") else { return skip(TEST, "script(1) is not installed") };
     for runtime in runtimes {
-        let inside = "test -t 0 && test -t 1 && tty && read word && echo \"<$word>\"; sleep 0.3; exit 3";
+        let inside =
+            "test -t 0 && test -t 1 && tty && read word && echo \"<$word>\"; sleep 0.3; exit 3";
         let command = machine.sh_args(runtime, &["-it"], inside);
         let quoted: Vec<String> =
             command.iter().map(|word| format!("'{}'", word.replace('\'', r"'\''"))).collect();
