@@ -194,7 +194,7 @@ impl Events {
                     // must not keep all others from being reclaimed for an hour.
                     Event::Unreadable(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         state.unknown.count.files += 1;
-                        state.note_missed_open();
+                        state.note_unseen_open();
                         continue;
                     }
                     Event::Unreadable(_) => {

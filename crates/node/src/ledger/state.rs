@@ -172,12 +172,12 @@ impl State {
     /// Files were opened, and nobody knows which.
     pub(super) fn note_missed_opens(&mut self) {
         self.unknown.note_missed(self.now());
-        self.note_missed_open();
+        self.note_unseen_open();
     }
 
     /// A file was opened, and nobody knows which. So nothing that a search has found is known to be
     /// unused any more.
-    pub(super) fn note_missed_open(&mut self) {
+    pub(super) fn note_unseen_open(&mut self) {
         if let Some(since) = &mut self.since {
             since.note_missed_opens();
         }

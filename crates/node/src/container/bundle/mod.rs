@@ -30,12 +30,14 @@ use cofolio_sys::userns::IdRange;
 use crate::links;
 use crate::mount::kernel::{open_directory_below, path_of};
 use crate::mount::{At as _, IdMap, MountError, MountOptions, open_own};
-use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
+use accounts::resolve_user;
+use rootfs::{ACCOUNT_FILE_BYTES_MAX, Rootfs};
 
 mod accounts;
 #[cfg(fuzzing)]
 pub mod fuzz;
 mod mounts;
+mod rootfs;
 mod seccomp;
 
 pub(super) use mounts::volumes_with_directory;

@@ -7,7 +7,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, OFlags};
 use serde_json::{Value, json};
 
-use super::accounts::{KERNEL_PATHS, Rootfs, is_kernels};
+use super::rootfs::{KERNEL_PATHS, Rootfs, is_kernels};
 use super::{BundleError, ImageConfig, Options, Result, plain_path};
 use crate::mount::At as _;
 
@@ -135,10 +135,11 @@ pub fn is_scratch(dir: &Path) -> bool {
 /// Whether a container with a read-only root would not see changes of this directory of the image,
 /// were it writable, because the container has a mount of its own over it.
 pub fn is_hidden(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
-    let binds = options.binds.iter().map(|bind| bind.target.as_str());
+    let mut binds = options.binds.iter().map(|bind| bind.target.as_str());
     // These give way to a writable directory, but not to one in them.
     let mut above = SCRATCH_PATHS.into_iter().chain(image.volumes());
-    ["/proc", "/sys", "/dev"].into_iter().chain(binds).any(|own| dir.starts_with(own))
+    is_kernels(dir)
+        || binds.any(|own| dir.starts_with(own))
         || above.any(|own| dir != Path::new(own) && dir.starts_with(own))
 }
 
