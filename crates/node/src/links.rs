@@ -21,7 +21,12 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
             for name in &path {
                 if name == ".." { _ = plain.pop() } else { plain.push(name) }
             }
-            return Ok(plain);
+            if plain == path {
+                return Ok(plain);
+            }
+            // Behind a missing directory and `..` there may be links.
+            path = plain;
+            continue;
         };
         let parent = link.parent().unwrap_or(link);
         let (found, dir) = (link.symlink_metadata()?, parent.metadata()?);

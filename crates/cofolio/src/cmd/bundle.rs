@@ -165,7 +165,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             check,
             options: MountOptions {
                 name: image.ref_name.clone(),
-                ..bundle::mount_options(args.read_only)
+                // Others could open the device nodes that the container makes.
+                ..bundle::mount_options(args.read_only || is_open)
             },
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
         };

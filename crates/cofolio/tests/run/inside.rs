@@ -118,6 +118,31 @@ fn what_is_read_only_is_so_to_the_bottom() {
     machine.assert_clean();
 }
 
+/// The root filesystem of a container lies in a directory of the host too. Whoever reached it there could run
+/// set-user-ID programs and open device nodes of the image. `nodev` is for roots in which the container can make no
+/// device nodes.
+#[test]
+fn roots_give_users_of_the_host_no_privileges() {
+    let Some((machine, runtimes)) = machine("roots_give_users_of_the_host_no_privileges") else {
+        return;
+    };
+    let script = "awk '$5 == \"/\" { print $6 }' /proc/self/mountinfo";
+    for runtime in runtimes {
+        for (options, has_nodev) in [
+            (&[][..], true),
+            (&["--writable", "/srv"], true),
+            (&["--userns", "0:100000:65536"], true),
+            (&["--rw", "--userns", "0:100000:65536"], true),
+            (&["--rw"], false),
+        ] {
+            let ran = machine.sh(runtime, options, script);
+            let flags: Vec<&str> = ran.ok().trim().split(',').collect();
+            assert!(flags.contains(&"nosuid"), "{runtime} {options:?}: {flags:?}");
+            assert_eq!(flags.contains(&"nodev"), has_nodev, "{runtime} {options:?}: {flags:?}");
+        }
+    }
+}
+
 /// Containers had no seccomp profile: a process could keep keys, make user namespaces and so reach kernel code that
 /// engines keep from it.
 #[test]

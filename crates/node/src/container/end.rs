@@ -66,7 +66,7 @@ impl Containers<'_> {
     }
 
     fn take_down(&self, container: &mut Container) -> Result<Option<PathBuf>> {
-        // Nothing stays because a signal has cancelled what comes before this.
+        // A signal that has cancelled a start must not cancel this.
         let _undoing = self.mounter.domain().store().waiting().undo();
         drop(container.busy.take());
         let record = &container.record;

@@ -30,8 +30,8 @@ use super::charges::CommonsAccount;
 pub struct Report {
     /// When they were added up, in seconds since 1970.
     pub time: i64,
-    /// Seconds since the last complete round over all objects began: no object's figure is older, but
-    /// that an object of idle images still has no page may be an hour older.
+    /// Seconds since the last complete round over all objects began. No figure is older, but for the
+    /// zero of an object that only idle images have: up to an hour.
     pub residency_age_seconds: u32,
     /// The same of the last complete round over all processes.
     pub processes_age_seconds: u32,

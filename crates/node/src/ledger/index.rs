@@ -100,10 +100,10 @@ pub(super) struct Index {
     domains: Vec<IndexedDomain>,
     /// Whether the last refresh could not list the domains, or open a new one.
     is_unlisted: bool,
-    /// When the last refresh began that left nothing out: images that come now are not older.
+    /// When the last refresh began that left nothing out: an image that is first seen later was added after it.
     complete: Option<u32>,
-    /// When the last refresh began: [`Object::absent`] of objects that are added. Later than that,
-    /// nothing was noted of the objects whose numbers they get.
+    /// When the last refresh began: [`Object::absent`] of objects that are added. All uses that
+    /// were noted under their numbers, for objects that are gone, are older.
     refreshed: u32,
     objects: Vec<Object>,
     /// Slots of `objects`, by domain and digest.

@@ -48,8 +48,8 @@ pub(super) struct ResidencyLooks {
     is_whole: bool,
     /// When the last one began that did so.
     last_whole: Option<u32>,
-    /// By number, the objects that are looked at in this round although they had no page. Those
-    /// beyond its end are new.
+    /// By number, whether an object is looked at in this round although it had no page. So are those
+    /// beyond the end, which are new; in a whole round it is empty.
     wanted: Vec<bool>,
     rounds: Rounds,
     /// Name of the commons cgroup.
@@ -138,7 +138,8 @@ impl ResidencyLooks {
             }
             let id = ObjectId(u32::try_from(self.next).unwrap_or(u32::MAX));
             self.next += 1;
-            let Some(object) = state.index.object(id).filter(|it| !self.is_out(id, it)) else {
+            let Some(object) = state.index.object(id).filter(|it| !self.is_left_alone(id, it))
+            else {
                 continue;
             };
             let number = object.domain;
@@ -153,7 +154,7 @@ impl ResidencyLooks {
     }
 
     /// Whether an object had no pages at the last look, and can be left alone.
-    fn is_out(&self, id: ObjectId, object: &Object) -> bool {
+    fn is_left_alone(&self, id: ObjectId, object: &Object) -> bool {
         let is_wanted = self.wanted.get(id.0 as usize).copied().unwrap_or(true);
         !is_wanted && object.resident_pages == 0 && object.counted > 0
     }

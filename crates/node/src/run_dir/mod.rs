@@ -32,13 +32,14 @@ mod error;
 mod files;
 mod lock;
 
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Store};
+use rustix::fs::{Mode, OFlags};
 
 use self::error::At as _;
 pub use self::error::RunDirError;
@@ -68,7 +69,13 @@ fn make_directories(path: &Path, mode: u32) -> io::Result<()> {
         match DirBuilder::new().mode(mode).create(dir) {
             // Another process was first.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => {}
-            made => made.and_then(|()| fs::set_permissions(dir, Permissions::from_mode(mode)))?,
+            made => {
+                made?;
+                // Where another user owns what is above it, it may have been replaced since.
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let opened = File::from(rustix::fs::open(dir, flags, Mode::empty())?);
+                opened.set_permissions(Permissions::from_mode(mode))?;
+            }
         }
     }
     Ok(())

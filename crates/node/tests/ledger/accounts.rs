@@ -262,6 +262,9 @@ fn objects_of_idle_images_are_left_alone() {
     fs::read(&object).unwrap();
     forget(&images[0]);
     assert_eq!(round(&mut ledger), SIZE as u64);
+    // So it was looked at because it is mounted.
+    let report = ledger.report().unwrap();
+    assert!(report.images.iter().all(|image| image.metadata_bytes == 0), "{report:?}");
     pair.umount(&one);
 }
 

@@ -90,9 +90,12 @@ pub enum BundleError {
     /// A read-only root lacks a directory to mount on.
     #[error("read-only root: the image has no {0} to mount on")]
     MissingMountPoint(String),
-    /// A link of the image leads a volume into a filesystem of the kernel's.
-    #[error("volume `{0}`: a link of the image leads it into /proc, /sys or /dev")]
-    KernelTarget(String),
+    /// The image has a link in the place of a mount point.
+    #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
+    LinkedMountPoint(&'static str),
+    /// A link of the image leads a volume to a mount of the container's own.
+    #[error("volume `{0}`: a link of the image leads it to /, or into /proc, /sys or /dev")]
+    LinkedTarget(String),
     /// 2^32 - 1 is no number of a user or group, and there are no higher ones.
     #[error("user `{0}`: numbers of users and groups are below 4294967295")]
     NoId(String),
@@ -329,7 +332,8 @@ impl Bundle {
                 Rootfs { fd, path }
             }
         };
-        let config = make(&self.held(), &self.path, &root, image, options, host_root)?;
+        let place = Place { held: &self.held(), shown: &self.path };
+        let config = make(&place, &root, image, options, host_root)?;
         let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
         text.push(b'\n');
         let (aside, path) = (Path::new("config.json.new"), Path::new("config.json"));
@@ -354,13 +358,18 @@ pub(crate) fn generate(
     options: &Options,
     host_root: &Path,
 ) -> Result<Value> {
-    make(bundle, bundle, &Rootfs::open(rootfs)?, image, options, host_root)
+    let place = Place { held: bundle, shown: bundle };
+    make(&place, &Rootfs::open(rootfs)?, image, options, host_root)
 }
 
-/// [`generate`] for a bundle at `bundle` that is open at `held`.
+/// A directory that is open at `held`, wherever it is moved, and named `shown`.
+struct Place<'a> {
+    held: &'a Path,
+    shown: &'a Path,
+}
+
 fn make(
-    held: &Path,
-    bundle: &Path,
+    place: &Place<'_>,
     root: &Rootfs,
     image: &ImageConfig,
     options: &Options,
@@ -373,9 +382,9 @@ fn make(
     let user = resolve_user(root, options.user.as_deref().unwrap_or_else(|| image.user()))?;
     let cwd = working_dir(options.working_dir.as_deref().unwrap_or_else(|| image.working_dir()))?;
     let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
-    let mounts = mounts::mounts((held, bundle), root, image, options, unified)?;
+    let mounts = mounts::mounts(place, root, image, options, unified)?;
     let hostname = options.hostname.clone().or_else(|| {
-        bundle.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
+        place.shown.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
     });
 
     let mut namespaces = vec!["pid", "ipc", "uts", "mount"];
@@ -391,7 +400,7 @@ fn make(
     let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
 
     // A relative path to a root filesystem in the bundle, so that the bundle can be moved.
-    let root_path = root.path.strip_prefix(bundle).unwrap_or(&root.path);
+    let root_path = root.path.strip_prefix(place.shown).unwrap_or(&root.path);
     let mut linux = json!({
         "resources": resources(options),
         "namespaces": namespaces,

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fd::{AsFd as _, OwnedFd};
+use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
@@ -15,8 +15,8 @@ use super::{BundleError, Result};
 use crate::mount::At as _;
 use crate::mount::kernel::path_of;
 
-/// Where filesystems of the kernel's are in a container.
-pub(super) const KERNEL_PATHS: [&str; 3] = ["/proc", "/sys", "/dev"];
+/// Where pseudo filesystems are mounted in a container, before all else.
+pub(super) const PSEUDO_PATHS: [&str; 3] = ["/proc", "/sys", "/dev"];
 
 /// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
@@ -24,8 +24,8 @@ pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
 /// How long to retry while another process holds a lease on an account file.
 const LEASE_PATIENCE: Duration = Duration::from_secs(5);
 
-pub(super) fn is_kernels(path: &Path) -> bool {
-    KERNEL_PATHS.iter().any(|kernels| path.starts_with(kernels))
+pub(super) fn is_pseudo(path: &Path) -> bool {
+    PSEUDO_PATHS.iter().any(|pseudo| path.starts_with(pseudo))
 }
 
 /// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
@@ -41,10 +41,13 @@ impl Rootfs {
         Ok(Self { fd: fd.at("opening the root filesystem", path)?, path: path.to_owned() })
     }
 
-    pub(super) fn open_beneath(&self, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-        let flags = flags | OFlags::CLOEXEC;
-        let open =
-            || rustix::fs::openat2(&self.fd, path, flags, Mode::empty(), ResolveFlags::IN_ROOT);
+    pub(super) fn open_beneath(
+        &self,
+        path: impl AsRef<Path>,
+        flags: OFlags,
+    ) -> rustix::io::Result<OwnedFd> {
+        let (path, flags, mode) = (path.as_ref(), flags | OFlags::CLOEXEC, Mode::empty());
+        let open = || rustix::fs::openat2(&self.fd, path, flags, mode, ResolveFlags::IN_ROOT);
         // What is renamed or mounted anywhere meanwhile may have led `..` out of the root, so the
         // kernel asks to try again.
         let mut tries = (0..1000).map(|_| open());
@@ -55,50 +58,51 @@ impl Rootfs {
         self.open_beneath(path, OFlags::PATH).is_ok()
     }
 
-    /// Whether it exists, and no symbolic link is on the way.
-    pub(super) fn has_plain(&self, path: &str) -> bool {
-        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS;
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), resolve).is_ok()
+    /// Where a mount at `path` comes to lie, which is what the runtime is told: there are no links on
+    /// its way to it. `None` for `/` and in pseudo filesystems, whose mounts are the container's own.
+    ///
+    /// # Errors
+    /// A path that cannot be looked up, or that is not UTF-8 as JSON is.
+    pub(super) fn mount_point(&self, path: &str) -> Result<Option<String>> {
+        let found = self.resolve(Path::new(path)).and_then(|found| {
+            let text = found.into_os_string().into_string();
+            text.map_err(|found| io::Error::other(format!("it leads to {found:?}, not UTF-8")))
+        });
+        let found = found.at("looking up", self.path.join(path.trim_start_matches('/')))?;
+        Ok(Some(found).filter(|found| found != "/" && !is_pseudo(Path::new(found))))
     }
 
-    /// Whether links of the image lead a path into a filesystem of the kernel's, which is mounted before
-    /// all else.
-    pub(super) fn leads_to_kernel(&self, path: &str) -> bool {
-        !is_kernels(Path::new(path)) && self.resolve(path).is_none_or(|led| is_kernels(&led))
-    }
-
-    /// Where the links of the image lead a path. What is missing leads nowhere else. `None` after more
-    /// links than the kernel follows.
-    fn resolve(&self, path: &str) -> Option<PathBuf> {
+    /// Where the links of the image lead a path. What is missing leads nowhere else.
+    pub(super) fn resolve(&self, path: &Path) -> io::Result<PathBuf> {
         const LINKS_MAX: u32 = 40;
         let names = |path: &Path| -> Vec<_> {
-            path.iter().filter(|name| *name != "/").map(ToOwned::to_owned).rev().collect()
+            let names = path.iter().filter(|name| *name != "/" && *name != ".");
+            names.map(ToOwned::to_owned).rev().collect()
         };
-        let (mut left, mut at, mut links) = (names(Path::new(path)), PathBuf::from("/"), 0);
+        let (mut left, mut at, mut links) = (names(path), PathBuf::from("/"), 0);
         while let Some(name) = left.pop() {
             if name == ".." {
                 at.pop();
                 continue;
             }
             let next = at.join(name);
-            let found = self.open_beneath(&next.to_string_lossy(), OFlags::PATH | OFlags::NOFOLLOW);
-            let Ok(target) = found.and_then(|found| rustix::fs::readlinkat(found, "", Vec::new()))
-            else {
-                at = next;
-                continue;
-            };
-            links += 1;
-            if links > LINKS_MAX {
-                return None;
+            let found = self.open_beneath(&next, OFlags::PATH | OFlags::NOFOLLOW);
+            match found.and_then(|found| rustix::fs::readlinkat(found, "", Vec::new())) {
+                // It is missing, or it is no link.
+                Err(Errno::NOENT | Errno::NOTDIR) => at = next,
+                Err(error) => return Err(error.into()),
+                Ok(_) if links == LINKS_MAX => return Err(Errno::LOOP.into()),
+                Ok(target) => {
+                    links += 1;
+                    let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+                    if target.is_absolute() {
+                        at = PathBuf::from("/");
+                    }
+                    left.extend(names(&target));
+                }
             }
-            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
-            if target.is_absolute() {
-                at = PathBuf::from("/");
-            }
-            left.extend(names(&target));
         }
-        Some(at)
+        Ok(at)
     }
 
     /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.

@@ -1,3 +1,5 @@
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 
 use super::accounts::User;
@@ -340,9 +342,10 @@ fn rootfs_of_redis() -> tempfile::TempDir {
 }
 
 /// A link of an image led the tmpfs of `/run` into /proc, and the runtime copied into it what it may read there and
-/// the container may not. A volume was mounted there, too.
+/// the container may not. A volume was mounted there, too. Later a link by way of a name that is not UTF-8 still led
+/// there, and one to `/` led a volume over the whole root.
 #[test]
-fn no_link_of_an_image_leads_a_mount_into_a_filesystem_of_the_kernels() {
+fn no_link_of_an_image_leads_a_mount_to_those_of_the_container() {
     let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
     let options = Options { readonly: true, ..Options::default() };
     let make = |image: &str, options: &Options| {
@@ -353,49 +356,87 @@ fn no_link_of_an_image_leads_a_mount_into_a_filesystem_of_the_kernels() {
         mounts.map(|mount| mount["destination"].as_str().unwrap().to_owned()).collect()
     };
     fs::create_dir(root.path().join("proc/tty")).unwrap();
-    let link = |to: &str, name: &str| symlink(to, root.path().join(name)).unwrap();
+    let link_name = |to: &[u8], name: &[u8]| {
+        symlink(OsStr::from_bytes(to), root.path().join(OsStr::from_bytes(name))).unwrap();
+    };
+    let link = |to: &str, name: &str| link_name(to.as_bytes(), name.as_bytes());
     link("/proc/tty", "run");
     link("tmp", "var");
     let made = destinations(&make(r#"{"config": {"Cmd": ["x"]}}"#, &options).unwrap());
     assert!(made.contains(&"/tmp".to_owned()), "{made:?}");
     assert!(!made.iter().any(|it| it == "/run" || it == "/var/tmp"), "{made:?}");
+    fs::remove_file(root.path().join("run")).unwrap();
+    link("/data", "run");
+    let made = destinations(&make(r#"{"config": {"Cmd": ["x"]}}"#, &options).unwrap());
+    assert!(made.contains(&"/data".to_owned()), "{made:?}");
+    fs::remove_file(root.path().join("run")).unwrap();
+
     link("/proc/tty", "led");
     link("proc", "above");
     link("/nowhere", "dangling");
     link("data", "plain");
     link("/led/../tty/x/..", "winding");
     link("loop", "loop");
-    for (path, is_left_out, is_refused) in [
-        ("/led", true, true),
-        ("/above/tty", true, true),
-        ("/winding", true, true),
+    link(".", "root");
+    link_name(b"\xff", b"bytes");
+    link_name(b"/proc", b"\xff");
+    link_name(b"\xfe", b"unsayable");
+    fs::create_dir(root.path().join(OsStr::from_bytes(b"\xfe"))).unwrap();
+    let long = "/x".repeat(2100);
+    // Where it is mounted as a volume of the image, and as one that the caller names.
+    for (path, volume, bind) in [
+        ("/led", "nowhere", "refused"),
+        ("/above/tty", "nowhere", "refused"),
+        ("/winding", "nowhere", "refused"),
+        ("/bytes", "nowhere", "refused"),
+        ("/root", "nowhere", "refused"),
+        ("/.", "nowhere", "refused"),
         // The caller's own choice.
-        ("/proc/tty", true, false),
-        ("/dev", true, false),
-        ("/.", true, false),
-        ("/dangling/x", false, false),
-        ("/plain", false, false),
+        ("/proc/tty", "nowhere", "/proc/tty"),
+        ("/dev", "nowhere", "/dev"),
+        ("/dangling/x", "missing", "/nowhere/x"),
+        ("/plain", "/data", "/data"),
+        ("/loop", "failed", "failed"),
+        ("/unsayable", "failed", "failed"),
+        (&long, "failed", "failed"),
     ] {
-        let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
-        let source = PathBuf::from("/srv");
-        let binds = vec![Bind { source, target: path.to_owned(), readonly: false }];
-        let writable = Options { binds, ..Options::default() };
-        // One that the image does not have is refused for that.
-        let made = make(&image, &options);
-        let is_mounted = |made: &Value| {
-            let mounts = made["mounts"].as_array().unwrap().iter();
-            let of = |mount: &&Value| mount["destination"] == path && mount["type"] == "bind";
-            mounts.filter(of).count() > 0
+        let place = |made: Result<Value>, source: &Path| match made {
+            Ok(made) => {
+                let mut mounts = made["mounts"].as_array().unwrap().iter();
+                let is_it =
+                    |mount: &&Value| mount["source"].as_str().map(Path::new) == Some(source);
+                let it =
+                    mounts.find(is_it).map(|it| it["destination"].as_str().unwrap().to_owned());
+                it.unwrap_or_else(|| "nowhere".to_owned())
+            }
+            Err(BundleError::LinkedTarget(_)) => "refused".to_owned(),
+            Err(BundleError::MissingMountPoint(_)) => "missing".to_owned(),
+            Err(BundleError::Io(_)) => "failed".to_owned(),
+            Err(error) => panic!("{path}: {error}"),
         };
-        let left_out = made.as_ref().is_ok_and(|made| !is_mounted(made));
-        assert_eq!(left_out, is_left_out, "{path} {made:?}");
-        let made = make(r#"{"config": {"Cmd": ["x"]}}"#, &writable);
-        assert_eq!(matches!(made, Err(BundleError::KernelTarget(_))), is_refused, "{path}");
+        let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
+        let volumes = fs::canonicalize(bundle.path()).unwrap().join("volumes");
+        let source = volumes.join(path.trim_start_matches('/').replace('/', "%2F"));
+        assert_eq!(place(make(&image, &options), &source), volume, "{path}");
+        let source = PathBuf::from("/srv");
+        let bind_to = Bind { source: source.clone(), target: path.to_owned(), readonly: false };
+        let writable = Options { binds: vec![bind_to], ..Options::default() };
+        assert_eq!(
+            place(make(r#"{"config": {"Cmd": ["x"]}}"#, &writable), &source),
+            bind,
+            "{path}"
+        );
     }
     link("/proc/tty", "etc/hosts");
     let network = Options { host_network: true, ..Options::default() };
     let made = destinations(&make(r#"{"config": {"Cmd": ["x"]}}"#, &network).unwrap());
     assert!(!made.contains(&"/etc/hosts".to_owned()), "{made:?}");
+    fs::rename(root.path().join("sys"), root.path().join("other")).unwrap();
+    link("other", "sys");
+    for options in [&options, &Options::default()] {
+        let error = make(r#"{"config": {"Cmd": ["x"]}}"#, options).unwrap_err();
+        assert!(matches!(error, BundleError::LinkedMountPoint("/sys")), "{error}");
+    }
 }
 
 /// To setresuid, 4294967295 is "leave it as it is": `--user 4294967295` ran as root.
@@ -457,7 +498,8 @@ fn a_mount_point_can_be_made_in_a_writable_directory() {
 }
 
 /// A container writes to its volume `/data`. When it left a link `sub` there, the next bundle with a volume
-/// `/data/sub` in the same directory followed that: the next container got a directory of the host's.
+/// `/data/sub` in the same directory followed that: the next container got a directory of the host's. Later the runtime
+/// still followed it to where the volume is mounted in the container.
 #[test]
 fn a_volume_is_not_looked_up_inside_another() {
     let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
@@ -466,13 +508,22 @@ fn a_volume_is_not_looked_up_inside_another() {
         r#"{"config": {"Cmd": ["x"], "Volumes": {"/data": {}, "/data/sub": {}, "/data/": {}}}}"#,
     );
     let options = Options { readonly: true, ..Options::default() };
-    let make = || write(bundle.path(), root.path(), &image, &options, Path::new("/")).unwrap();
-    make();
+    let make = || write(bundle.path(), root.path(), &image, &options, Path::new("/"));
+    let config = make().unwrap();
     let volumes = fs::canonicalize(bundle.path()).unwrap().join("volumes");
-    symlink(host.path(), volumes.join("data/sub")).unwrap();
-    let config = make();
     let mounts = config["mounts"].as_array().unwrap();
     let sub = mounts.iter().find(|mount| mount["destination"] == "/data/sub").unwrap();
     assert_eq!(sub["source"], volumes.join("data%2Fsub").to_str().unwrap());
     assert!(volumes.join("data%2Fsub").is_dir());
+    let link = volumes.join("data/sub");
+    symlink(host.path(), &link).unwrap();
+    let error = make().unwrap_err();
+    assert!(matches!(&error, BundleError::Unsafe { path, .. } if *path == link), "{error}");
+    // What the caller mounts is looked up likewise.
+    let source = PathBuf::from("/srv");
+    let below = Bind { source, target: "/data/sub/below".to_owned(), readonly: false };
+    let volume = Bind { source: volumes.join("data"), target: "/data".to_owned(), readonly: false };
+    let options = Options { binds: vec![volume, below], ..Options::default() };
+    let error = write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
+    assert!(matches!(error.unwrap_err(), BundleError::Unsafe { .. }));
 }
