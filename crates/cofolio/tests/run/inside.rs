@@ -126,19 +126,27 @@ fn roots_give_users_of_the_host_no_privileges() {
     let Some((machine, runtimes)) = machine("roots_give_users_of_the_host_no_privileges") else {
         return;
     };
-    let script = "awk '$5 == \"/\" { print $6 }' /proc/self/mountinfo";
     for runtime in runtimes {
         for (options, has_nodev) in [
             (&[][..], true),
-            (&["--writable", "/srv"], true),
+            (&["--writable", "/etc"], true),
             (&["--userns", "0:100000:65536"], true),
             (&["--rw", "--userns", "0:100000:65536"], true),
             (&["--rw"], false),
         ] {
-            let ran = machine.sh(runtime, options, script);
-            let flags: Vec<&str> = ran.ok().trim().split(',').collect();
-            assert!(flags.contains(&"nosuid"), "{runtime} {options:?}: {flags:?}");
-            assert_eq!(flags.contains(&"nodev"), has_nodev, "{runtime} {options:?}: {flags:?}");
+            let options = [&["-d", "--name", "it"], options].concat();
+            machine.sh(runtime, &options, "sleep 1000").ok();
+            let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+            let run = machine.path("run");
+            let is_root = |line: &&str| {
+                let at = line.split(' ').nth(4).unwrap_or_default();
+                at.starts_with(run.to_str().unwrap()) && at.ends_with("/containers/it/rootfs")
+            };
+            let line = table.lines().find(is_root).unwrap();
+            let flags: Vec<&str> = line.split(' ').nth(5).unwrap().split(',').collect();
+            assert!(flags.contains(&"nosuid"), "{runtime} {options:?}: {line}");
+            assert_eq!(flags.contains(&"nodev"), has_nodev, "{runtime} {options:?}: {line}");
+            machine.run(&["stop", "--time", "0", "it"]).ok();
         }
     }
 }
