@@ -2,7 +2,7 @@
 //! resident, and what of that is charged to the commons.
 //!
 //! A look at an object opens its file, and that brings its inode and its name into memory: some
-//! 1.6 kB of the kernel's (ext4). So one that had no page at the last look is left alone while all
+//! 1.7 kB of the kernel's (ext4). So one that had no page at the last look is left alone while all
 //! images with it are idle: not mounted, and without metadata in the page cache, which `warm` and
 //! whoever mounts an image read first. Once an hour, and when somebody asks, nothing is left alone.
 
