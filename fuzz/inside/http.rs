@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -37,18 +38,32 @@ pub fn connection(data: &[u8]) {
     };
     let is_allowed = match socket % 3 {
         0 => true,
-        1 => ["localhost", "127.0.0.1", "[::1]"].iter().any(|name| {
+        1 => {
             let is_host = |line: &[u8]| {
-                line.to_ascii_lowercase().starts_with(b"host:") && contains(line, name)
+                line.to_ascii_lowercase().starts_with(b"host:") && is_this_machine(&line[5..])
             };
-            contains(data, &format!("//{name}")) || data.split(|byte| *byte == b'\n').any(is_host)
-        }),
+            let mut urls = data.windows(2).enumerate().filter(|(_, part)| *part == b"//");
+            urls.any(|(at, _)| is_this_machine(&data[at + 2..]))
+                || data.split(|byte| *byte == b'\n').any(is_host)
+        }
         _ => contains(data, TOKEN),
     };
     // No body has a line break of HTTP's.
     let is_answered =
         ["HTTP/1.0", "HTTP/1.1"].map(|it| contains(&answers, &format!("{it} 200 OK\r\n")));
     assert!(is_allowed || is_answered == [false, false]);
+}
+
+/// Whether a text begins with a name of this machine, however it is written: `[::01]:80` is one.
+fn is_this_machine(text: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(text);
+    let host = text.trim_start().split(['/', '?', '#', ' ', '\t', '\r', '\n']).next();
+    let host = host.unwrap_or_default();
+    let name = host.rsplit_once(':').map_or(host, |(name, _port)| name);
+    [host, name].iter().any(|name| {
+        let address = name.trim_matches(['[', ']']).parse();
+        *name == "localhost" || address.is_ok_and(|address: IpAddr| address.is_loopback())
+    })
 }
 
 /// All that the server answers before it ends the connection.

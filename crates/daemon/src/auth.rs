@@ -316,7 +316,9 @@ mod tests {
             headers.insert(HOST, HeaderValue::from_static(value));
             check_host(&headers).is_ok()
         };
-        for host in ["localhost", "localhost:80", "127.0.0.1", "127.0.0.2:8080", "[::1]:1"] {
+        for host in
+            ["localhost", "localhost:80", "127.0.0.1", "127.0.0.2:8080", "[::1]:1", "[::01]"]
+        {
             assert!(check(host), "{host}");
         }
         for host in ["", "example.com", "127.0.0.1.example.com", "10.0.0.1", "[fe80::1]:80"] {

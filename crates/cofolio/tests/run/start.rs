@@ -69,6 +69,11 @@ fn volumes_are_paths_of_the_host() {
     let run = |volume: &str, script| machine.sh(runtimes[0], &["--volume", volume], script);
     run("/usr/../etc:/mnt/:ro", "test -e /mnt/passwd && ! touch /mnt/new").ok();
     run("/dev/null:/bin/text", "test -c /bin/text").ok();
+    // With crun this failed for every file: "Not a directory".
+    for runtime in &runtimes {
+        let volume = ["--volume", "/etc/passwd:/bin/text:ro"];
+        machine.sh(runtime, &volume, "test -s /bin/text && ! echo >>/bin/text").ok();
+    }
     for volume in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x", "/etc:/x:ro:rw"] {
         run(volume, "true").refused("--volume");
     }
@@ -81,6 +86,25 @@ fn volumes_are_paths_of_the_host() {
     // What other engines take as an option was taken for a part of the target: `/data:Z`.
     for volume in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
         run(volume, "true").refused(&format!("{volume}: the options are `ro` and `rw`"));
+    }
+    machine.assert_clean();
+}
+
+/// A directory of the host was mounted over one that was named before it and belongs below it: what the container wrote
+/// there went to the wrong one. On a read-only root the one below was refused, in whichever order.
+#[test]
+fn volumes_lie_in_each_other() {
+    let Some((machine, runtimes)) = machine("volumes_lie_in_each_other") else { return };
+    let (above, below) = (machine.dir("above"), machine.dir("below"));
+    let volumes = [format!("{}:/mnt/logs", below.display()), format!("{}:/mnt", above.display())];
+    for runtime in runtimes {
+        for mode in ["--env=MODE=ro", "--rw"] {
+            for [one, other] in [[0, 1], [1, 0]] {
+                let options = ["-v", &volumes[one], "-v", &volumes[other], mode];
+                machine.sh(runtime, &options, "echo row >/mnt/logs/table").ok();
+                fs::remove_file(below.join("table")).unwrap();
+            }
+        }
     }
     machine.assert_clean();
 }

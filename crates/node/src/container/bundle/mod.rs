@@ -96,6 +96,14 @@ pub enum BundleError {
     /// A link of the image leads a volume to a mount of the container's own.
     #[error("volume `{0}`: a link of the image leads it to /, or into /proc, /sys or /dev")]
     LinkedTarget(String),
+    /// A volume would lie over a directory whose changes are kept.
+    #[error("cannot make {} writable: volume `{volume}` is mounted over it", dir.display())]
+    HiddenWritable {
+        /// The writable directory.
+        dir: PathBuf,
+        /// The volume, of the image or the caller.
+        volume: String,
+    },
     /// 2^32 - 1 is no number of a user or group, and there are no higher ones.
     #[error("user `{0}`: numbers of users and groups are below 4294967295")]
     NoId(String),

@@ -1,22 +1,34 @@
 //! The mounts of a container: pseudo filesystems, scratch, volumes, directories of the host.
 
+use std::ffi::OsString;
 use std::fs;
+use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
-use super::rootfs::{PSEUDO_PATHS, Rootfs, is_pseudo};
+use super::rootfs::{PSEUDO_PATHS, Rootfs, is_pseudo, link_in};
 use super::{BundleError, ImageConfig, Options, Place, Result, plain_path};
 use crate::mount::At as _;
 
 /// Directories that programs expect to be writable: in memory if the root is read-only.
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
 
+/// The host's files that say how to use its network.
+const NETWORK_FILES: [&str; 2] = ["/etc/resolv.conf", "/etc/hosts"];
+
 /// As engines have it; group 5 is `tty`.
 const DEVPTS_OPTIONS: &str = "nosuid,noexec,newinstance,ptmxmode=0666,mode=0620,gid=5";
+
+/// As many links as the kernel follows in a path.
+const LINKS_MAX: u32 = 40;
+
+/// How many names all lookups of a container pass, through links. Each takes the kernel as long as the
+/// path is deep.
+const NAMES_MAX: u32 = 16 << 10;
 
 /// The mounts of a container, in their order. `unified` is whether cgroups are of version 2.
 pub(super) fn mounts(
@@ -26,14 +38,14 @@ pub(super) fn mounts(
     options: &Options,
     unified: bool,
 ) -> Result<Vec<Value>> {
-    let mut mounts = Mounts { root, options, list: Vec::new() };
+    let mut mounts = Mounts { root, options, list: Vec::new(), names_left: NAMES_MAX };
     mounts.add_pseudo(unified)?;
-    if options.host_network {
-        mounts.add_network_files()?;
-    }
     if options.readonly {
         mounts.add_scratch(image)?;
         mounts.add_volumes(place, image)?;
+    }
+    if options.host_network {
+        mounts.add_network_files()?;
     }
     mounts.add_binds()?;
     Ok(mounts.list)
@@ -43,6 +55,7 @@ struct Mounts<'a> {
     root: &'a Rootfs,
     options: &'a Options,
     list: Vec<Value>,
+    names_left: u32,
 }
 
 impl Mounts<'_> {
@@ -55,7 +68,7 @@ impl Mounts<'_> {
 
     fn add_pseudo(&mut self, unified: bool) -> Result<()> {
         for path in PSEUDO_PATHS {
-            if self.root.resolve(Path::new(path)).at("looking up", path)? != Path::new(path) {
+            if link_in(&self.root.fd, Path::new(path)).at("looking up", path)?.is_some() {
                 return Err(BundleError::LinkedMountPoint(path));
             }
             if self.options.readonly && !self.root.exists(path) {
@@ -82,56 +95,65 @@ impl Mounts<'_> {
         Ok(())
     }
 
-    /// The host's files that say how to use its network.
-    fn add_network_files(&mut self) -> Result<()> {
-        let files = ["/etc/resolv.conf", "/etc/hosts"];
-        let files = files.map(|file| (file, self.root.exists(file)));
-        // The runtime makes missing mount points; a read-only root needs its `/etc` in memory.
-        let is_missing = files.iter().any(|(_, exists)| !exists);
-        if self.options.readonly && is_missing {
-            self.add_tmpfs("/etc", "mode=755")?;
-        }
-        for (file, exists) in files {
-            let can_be = exists || !self.options.readonly || self.root.exists("/etc");
-            if !Path::new(file).exists() || !can_be {
-                continue;
-            }
-            if let Some(destination) = self.root.mount_point(file)? {
-                self.add(&destination, "bind", file, "bind,ro");
-            }
-        }
-        Ok(())
-    }
-
+    /// Directories in memory, with what the image has there.
     fn add_scratch(&mut self, image: &ImageConfig) -> Result<()> {
+        let mut scratch = Vec::new();
         for path in SCRATCH_PATHS {
-            if !image.volumes().any(|volume| volume == path) {
-                let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
-                self.add_tmpfs(path, mode)?;
+            let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
+            scratch.extend(self.scratch_at(path, image).map(|destination| (destination, mode)));
+        }
+        // The runtime makes mount points where it can write.
+        if self.options.host_network {
+            for file in NETWORK_FILES {
+                let destination = self.resolve(file)?;
+                let is_inside = |dir: &str| Path::new(&destination).starts_with(dir);
+                if self.is_missing(&destination) && !scratch.iter().any(|(dir, _)| is_inside(dir)) {
+                    let etc = self.scratch_at("/etc", image);
+                    scratch.extend(etc.map(|destination| (destination, "mode=755")));
+                }
             }
         }
-        Ok(())
-    }
-
-    /// A directory in memory with what the image has there. It is left out where one is already, and
-    /// where changes are kept. The runtime would copy a pseudo filesystem with its own privileges.
-    fn add_tmpfs(&mut self, path: &str, mode: &str) -> Result<()> {
-        let Some(destination) = self.root.mount_point(path)? else { return Ok(()) };
-        let has_one = self.list.iter().any(|mount| mount["destination"] == destination);
-        if !has_one && self.root.exists(&destination) && !is_writable(self.options, &destination) {
+        scratch.sort_by_key(|(destination, _)| (depth(destination), destination.clone()));
+        scratch.dedup_by(|one, other| one.0 == other.0);
+        for (destination, mode) in scratch {
             let options = format!("nosuid,nodev,tmpcopyup,{mode}");
             self.add(&destination, "tmpfs", "tmpfs", &options);
         }
         Ok(())
     }
 
+    /// Where a directory in memory comes to lie in place of one of the image's. There is none where
+    /// changes are kept, nor above. A link may lead it elsewhere, but not to where the runtime, with its
+    /// own privileges, would copy a pseudo filesystem.
+    fn scratch_at(&mut self, path: &str, image: &ImageConfig) -> Option<String> {
+        // Whatever is the matter with it, the container can start without.
+        let destination = self.resolve(path).ok()?;
+        let here = Path::new(&destination);
+        let keeps = |dir: &PathBuf| dir.starts_with(here) || here.starts_with(dir);
+        (!is_own(&destination)
+            && self.root.is_directory(&destination)
+            && !image.volumes().any(|volume| volume == path)
+            && !self.options.writable_dirs.iter().any(keeps))
+        .then_some(destination)
+    }
+
     fn add_volumes(&mut self, place: &Place<'_>, image: &ImageConfig) -> Result<()> {
         image.volumes().try_for_each(|path| plain_path("volume", path))?;
-        for path in volumes_with_directory(image, self.options) {
+        let options = self.options;
+        let mut volumes = Vec::new();
+        for path in volumes_with_directory(image, options) {
+            volumes.push((depth(&self.resolve(path)?), path));
+        }
+        volumes.sort();
+        for (_, path) in volumes {
+            // With what is above it mounted.
+            let destination = self.resolve(path)?;
             // In a pseudo filesystem the container has what it has without a volume.
-            let Some(destination) = self.root.mount_point(path)? else { continue };
-            self.refuse_link_above(&destination)?;
-            let (held, shown) = match &self.options.volumes {
+            if is_own(&destination) || is_writable(options, &destination) {
+                continue;
+            }
+            self.refuse_to_hide(path, &destination)?;
+            let (held, shown) = match &options.volumes {
                 Some(volumes) => (volumes.clone(), volumes.clone()),
                 None => (place.held.join("volumes"), place.shown.join("volumes")),
             };
@@ -142,66 +164,134 @@ impl Mounts<'_> {
         Ok(())
     }
 
+    fn add_network_files(&mut self) -> Result<()> {
+        for file in NETWORK_FILES {
+            let destination = self.resolve(file)?;
+            let can_be = Path::new(file).exists() && !self.root.is_directory(&destination);
+            if can_be && !is_own(&destination) && !self.is_missing(&destination) {
+                self.add(&destination, "bind", file, "bind,ro");
+            }
+        }
+        Ok(())
+    }
+
     fn add_binds(&mut self) -> Result<()> {
-        for bind in &self.options.binds {
+        let mut binds: Vec<_> = self.options.binds.iter().collect();
+        // One that is above another would hide it.
+        binds.sort_by_key(|bind| depth(&bind.target));
+        for bind in binds {
             plain_path("volume", &bind.target)?;
-            let destination = match self.root.mount_point(&bind.target)? {
-                Some(destination) => destination,
-                // What the caller names is the caller's choice.
-                None if is_pseudo(Path::new(&bind.target)) => bind.target.clone(),
-                None => return Err(BundleError::LinkedTarget(bind.target.clone())),
-            };
-            self.refuse_link_above(&destination)?;
-            // The runtime makes missing ones where it can write.
-            let is_missing = self.options.readonly && !self.root.exists(&bind.target);
-            if is_missing
-                && !self.is_below_tmpfs(&destination)
-                && !is_writable(self.options, &destination)
-            {
+            let destination = self.resolve(&bind.target)?;
+            // What the caller names is the caller's choice.
+            if is_own(&destination) && !is_pseudo(Path::new(&bind.target)) {
+                return Err(BundleError::LinkedTarget(bind.target.clone()));
+            }
+            self.refuse_to_hide(&bind.target, &destination)?;
+            if self.is_missing(&destination) {
                 return Err(BundleError::MissingMountPoint(bind.target.clone()));
             }
-            let mode = if bind.readonly { "ro,rro" } else { "rw" };
+            let mode = match bind.readonly {
+                false => "rw",
+                true if bind.source.is_dir() => "ro,rro",
+                // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
+                true => "ro",
+            };
             let source = bind.source.to_string_lossy();
             self.add(&destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
         }
         Ok(())
     }
 
-    /// Whether a path is below a directory in memory, outside of `/dev`.
-    fn is_below_tmpfs(&self, path: &str) -> bool {
-        let mut tmpfs = self.list.iter().filter(|mount| mount["type"] == "tmpfs");
-        !is_pseudo(Path::new(path)) && tmpfs.any(|mount| is_below(path, mount).is_some())
-    }
-
-    /// Refuses a mount in a directory that is mounted itself, and in which a link, of another container
-    /// perhaps, would lead the runtime elsewhere.
-    fn refuse_link_above(&self, destination: &str) -> Result<()> {
-        for mount in self.list.iter().filter(|mount| mount["type"] == "bind") {
-            let (Some(rest), Some(source)) =
-                (is_below(destination, mount), mount["source"].as_str())
-            else {
-                continue;
-            };
-            let (flags, mode) = (OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-            let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::BENEATH;
-            let dir = rustix::fs::open(source, flags, mode).at("opening", source)?;
-            match rustix::fs::openat2(&dir, rest, flags, mode, resolve) {
-                Ok(_) | Err(Errno::NOENT | Errno::NOTDIR) => {}
-                Err(Errno::LOOP) => {
-                    let (path, why) = (Path::new(source).join(rest), "a link is in this path");
-                    return Err(BundleError::Unsafe { path, why });
-                }
-                Err(error) => Err(error).at("looking up", Path::new(source).join(rest))?,
+    /// Refuses a volume over a writable directory.
+    fn refuse_to_hide(&self, volume: &str, destination: &str) -> Result<()> {
+        match self.options.writable_dirs.iter().find(|dir| dir.starts_with(destination)) {
+            None => Ok(()),
+            Some(dir) => {
+                Err(BundleError::HiddenWritable { dir: dir.clone(), volume: volume.to_owned() })
             }
         }
-        Ok(())
+    }
+
+    /// Whether a mount point is missing in a read-only root, where the runtime cannot make it.
+    fn is_missing(&self, destination: &str) -> bool {
+        self.options.readonly
+            && self.mount_above(Path::new(destination)).is_none()
+            && !is_writable(self.options, destination)
+            && !self.root.exists(destination)
+    }
+
+    /// Where a mount at `path` comes to lie beside the mounts so far, which is what the runtime is told:
+    /// there are no links on its way to it.
+    ///
+    /// # Errors
+    /// A path that cannot be looked up, or that is not UTF-8 as JSON is.
+    fn resolve(&mut self, path: &str) -> Result<String> {
+        let found = self.walk(Path::new(path)).and_then(|found| {
+            let text = found.into_os_string().into_string();
+            text.map_err(|found| io::Error::other(format!("it leads to {found:?}, not UTF-8")))
+        });
+        Ok(found.at("looking up", self.root.path.join(path.trim_start_matches('/')))?)
+    }
+
+    fn walk(&mut self, path: &Path) -> io::Result<PathBuf> {
+        let names = |path: &Path| -> Vec<OsString> {
+            let names = path.iter().filter(|name| *name != "/" && *name != ".");
+            names.map(ToOwned::to_owned).rev().collect()
+        };
+        let (mut left, mut at, mut links) = (names(path), PathBuf::from("/"), 0);
+        while let Some(name) = left.pop() {
+            let left_after = self.names_left.checked_sub(1);
+            self.names_left = left_after
+                .ok_or_else(|| io::Error::other("links of the image make it too long"))?;
+            if name == ".." {
+                at.pop();
+                continue;
+            }
+            at.push(name);
+            let Some(target) = self.link_at(&at)? else { continue };
+            links += 1;
+            if links > LINKS_MAX {
+                return Err(Errno::LOOP.into());
+            }
+            at = if target.is_absolute() { "/".into() } else { at.parent().unwrap_or(&at).into() };
+            left.extend(names(&target));
+        }
+        Ok(at)
+    }
+
+    /// Where a link leads, if the container, with the mounts so far, sees one there. It has pseudo
+    /// filesystems of its own in place of the image's directories.
+    fn link_at(&self, path: &Path) -> io::Result<Option<PathBuf>> {
+        if is_pseudo(path) {
+            return Ok(None);
+        }
+        let Some((mount, rest)) = self.mount_above(path) else {
+            return Ok(link_in(&self.root.fd, path)?);
+        };
+        if mount["type"] == "tmpfs" {
+            return Ok(link_in(&self.root.fd, path)?);
+        }
+        let source = mount["source"].as_str().unwrap_or_default();
+        let dir = rustix::fs::open(source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        if rest == Path::new("") { Ok(None) } else { Ok(link_in(&dir, rest)?) }
+    }
+
+    /// The mount that a path is in, or that is there, and the path below it.
+    fn mount_above<'a>(&self, path: &'a Path) -> Option<(&Value, &'a Path)> {
+        // A later one covers those before it.
+        self.list.iter().rev().find_map(|mount| {
+            Some((mount, path.strip_prefix(mount["destination"].as_str()?).ok()?))
+        })
     }
 }
 
-/// What a path is below the destination of a mount, if it is.
-fn is_below<'a>(path: &'a str, mount: &Value) -> Option<&'a Path> {
-    let rest = Path::new(path).strip_prefix(mount["destination"].as_str()?).ok()?;
-    (rest != Path::new("")).then_some(rest)
+/// Whether the container has a filesystem of its own there: its root, or a pseudo filesystem.
+fn is_own(path: &str) -> bool {
+    path == "/" || is_pseudo(Path::new(path))
+}
+
+fn depth(path: &str) -> usize {
+    Path::new(path).components().count()
 }
 
 /// Whether a path is in a writable directory of a read-only root.

@@ -28,6 +28,26 @@ pub(super) fn is_pseudo(path: &Path) -> bool {
     PSEUDO_PATHS.iter().any(|pseudo| path.starts_with(pseudo))
 }
 
+/// Opens what is at a path below a directory, looked into as if that were `/`.
+fn open_in(dir: &OwnedFd, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let (flags, mode) = (flags | OFlags::CLOEXEC, Mode::empty());
+    let open = || rustix::fs::openat2(dir, path, flags, mode, ResolveFlags::IN_ROOT);
+    // What is renamed or mounted anywhere meanwhile may have led `..` out of the directory, so the
+    // kernel asks to try again.
+    let mut tries = (0..1000).map(|_| open());
+    tries.find(|opened| !matches!(opened, Err(Errno::AGAIN))).unwrap_or(Err(Errno::AGAIN))
+}
+
+/// Where a link leads, if that is what a path below a directory is.
+pub(super) fn link_in(dir: &OwnedFd, path: &Path) -> rustix::io::Result<Option<PathBuf>> {
+    let found = open_in(dir, path, OFlags::PATH | OFlags::NOFOLLOW);
+    match found.and_then(|found| rustix::fs::readlinkat(found, "", Vec::new())) {
+        // It is missing, or it is no link.
+        Err(Errno::NOENT | Errno::NOTDIR) => Ok(None),
+        found => Ok(Some(OsString::from_vec(found?.into_bytes()).into())),
+    }
+}
+
 /// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
 pub(super) struct Rootfs {
     pub(super) fd: OwnedFd,
@@ -46,63 +66,15 @@ impl Rootfs {
         path: impl AsRef<Path>,
         flags: OFlags,
     ) -> rustix::io::Result<OwnedFd> {
-        let (path, flags, mode) = (path.as_ref(), flags | OFlags::CLOEXEC, Mode::empty());
-        let open = || rustix::fs::openat2(&self.fd, path, flags, mode, ResolveFlags::IN_ROOT);
-        // What is renamed or mounted anywhere meanwhile may have led `..` out of the root, so the
-        // kernel asks to try again.
-        let mut tries = (0..1000).map(|_| open());
-        tries.find(|opened| !matches!(opened, Err(Errno::AGAIN))).unwrap_or(Err(Errno::AGAIN))
+        open_in(&self.fd, path.as_ref(), flags)
     }
 
     pub(super) fn exists(&self, path: &str) -> bool {
         self.open_beneath(path, OFlags::PATH).is_ok()
     }
 
-    /// Where a mount at `path` comes to lie, which is what the runtime is told: there are no links on
-    /// its way to it. `None` for `/` and in pseudo filesystems, whose mounts are the container's own.
-    ///
-    /// # Errors
-    /// A path that cannot be looked up, or that is not UTF-8 as JSON is.
-    pub(super) fn mount_point(&self, path: &str) -> Result<Option<String>> {
-        let found = self.resolve(Path::new(path)).and_then(|found| {
-            let text = found.into_os_string().into_string();
-            text.map_err(|found| io::Error::other(format!("it leads to {found:?}, not UTF-8")))
-        });
-        let found = found.at("looking up", self.path.join(path.trim_start_matches('/')))?;
-        Ok(Some(found).filter(|found| found != "/" && !is_pseudo(Path::new(found))))
-    }
-
-    /// Where the links of the image lead a path. What is missing leads nowhere else.
-    pub(super) fn resolve(&self, path: &Path) -> io::Result<PathBuf> {
-        const LINKS_MAX: u32 = 40;
-        let names = |path: &Path| -> Vec<_> {
-            let names = path.iter().filter(|name| *name != "/" && *name != ".");
-            names.map(ToOwned::to_owned).rev().collect()
-        };
-        let (mut left, mut at, mut links) = (names(path), PathBuf::from("/"), 0);
-        while let Some(name) = left.pop() {
-            if name == ".." {
-                at.pop();
-                continue;
-            }
-            let next = at.join(name);
-            let found = self.open_beneath(&next, OFlags::PATH | OFlags::NOFOLLOW);
-            match found.and_then(|found| rustix::fs::readlinkat(found, "", Vec::new())) {
-                // It is missing, or it is no link.
-                Err(Errno::NOENT | Errno::NOTDIR) => at = next,
-                Err(error) => return Err(error.into()),
-                Ok(_) if links == LINKS_MAX => return Err(Errno::LOOP.into()),
-                Ok(target) => {
-                    links += 1;
-                    let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
-                    if target.is_absolute() {
-                        at = PathBuf::from("/");
-                    }
-                    left.extend(names(&target));
-                }
-            }
-        }
-        Ok(at)
+    pub(super) fn is_directory(&self, path: &str) -> bool {
+        self.open_beneath(path, OFlags::PATH | OFlags::DIRECTORY).is_ok()
     }
 
     /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.

@@ -400,15 +400,8 @@ fn no_link_of_an_image_leads_a_mount_to_those_of_the_container() {
         ("/unsayable", "failed", "failed"),
         (&long, "failed", "failed"),
     ] {
-        let place = |made: Result<Value>, source: &Path| match made {
-            Ok(made) => {
-                let mut mounts = made["mounts"].as_array().unwrap().iter();
-                let is_it =
-                    |mount: &&Value| mount["source"].as_str().map(Path::new) == Some(source);
-                let it =
-                    mounts.find(is_it).map(|it| it["destination"].as_str().unwrap().to_owned());
-                it.unwrap_or_else(|| "nowhere".to_owned())
-            }
+        let outcome = |made: Result<Value>, source: &Path| match made {
+            Ok(made) => place(&made, source).unwrap_or_else(|| "nowhere".to_owned()),
             Err(BundleError::LinkedTarget(_)) => "refused".to_owned(),
             Err(BundleError::MissingMountPoint(_)) => "missing".to_owned(),
             Err(BundleError::Io(_)) => "failed".to_owned(),
@@ -417,12 +410,12 @@ fn no_link_of_an_image_leads_a_mount_to_those_of_the_container() {
         let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
         let volumes = fs::canonicalize(bundle.path()).unwrap().join("volumes");
         let source = volumes.join(path.trim_start_matches('/').replace('/', "%2F"));
-        assert_eq!(place(make(&image, &options), &source), volume, "{path}");
+        assert_eq!(outcome(make(&image, &options), &source), volume, "{path}");
         let source = PathBuf::from("/srv");
         let bind_to = Bind { source: source.clone(), target: path.to_owned(), readonly: false };
         let writable = Options { binds: vec![bind_to], ..Options::default() };
         assert_eq!(
-            place(make(r#"{"config": {"Cmd": ["x"]}}"#, &writable), &source),
+            outcome(make(r#"{"config": {"Cmd": ["x"]}}"#, &writable), &source),
             bind,
             "{path}"
         );
@@ -489,8 +482,11 @@ fn a_mount_point_can_be_made_in_a_writable_directory() {
         };
         write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"))
     };
-    make("/etc/made/here").unwrap();
-    for missing in ["/made", "/etcetera", "/data/made"] {
+    // Or in a volume, which a read-only root was said to lack.
+    for made in ["/etc/made/here", "/data/made"] {
+        make(made).unwrap();
+    }
+    for missing in ["/made", "/etcetera"] {
         let error = make(missing).unwrap_err();
         assert!(matches!(error, BundleError::MissingMountPoint(_)), "{missing}: {error}");
     }
@@ -499,31 +495,137 @@ fn a_mount_point_can_be_made_in_a_writable_directory() {
 
 /// A container writes to its volume `/data`. When it left a link `sub` there, the next bundle with a volume
 /// `/data/sub` in the same directory followed that: the next container got a directory of the host's. Later the runtime
-/// still followed it to where the volume is mounted in the container.
+/// followed it to where the volume is mounted in the container.
 #[test]
 fn a_volume_is_not_looked_up_inside_another() {
     let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
-    let host = tempfile::tempdir().unwrap();
     let image = parse(
         r#"{"config": {"Cmd": ["x"], "Volumes": {"/data": {}, "/data/sub": {}, "/data/": {}}}}"#,
     );
     let options = Options { readonly: true, ..Options::default() };
-    let make = || write(bundle.path(), root.path(), &image, &options, Path::new("/"));
-    let config = make().unwrap();
+    let make = || write(bundle.path(), root.path(), &image, &options, Path::new("/")).unwrap();
     let volumes = fs::canonicalize(bundle.path()).unwrap().join("volumes");
-    let mounts = config["mounts"].as_array().unwrap();
-    let sub = mounts.iter().find(|mount| mount["destination"] == "/data/sub").unwrap();
-    assert_eq!(sub["source"], volumes.join("data%2Fsub").to_str().unwrap());
-    assert!(volumes.join("data%2Fsub").is_dir());
+    let sub = volumes.join("data%2Fsub");
+    assert_eq!(place(&make(), &sub).unwrap(), "/data/sub");
+    assert!(sub.is_dir());
     let link = volumes.join("data/sub");
-    symlink(host.path(), &link).unwrap();
-    let error = make().unwrap_err();
-    assert!(matches!(&error, BundleError::Unsafe { path, .. } if *path == link), "{error}");
+    for (target, destination) in [("/tmp", Some("/tmp")), ("../proc/bus", None)] {
+        symlink(target, &link).unwrap();
+        assert_eq!(place(&make(), &sub).as_deref(), destination);
+        fs::remove_file(&link).unwrap();
+    }
     // What the caller mounts is looked up likewise.
+    symlink("/sys/x", &link).unwrap();
     let source = PathBuf::from("/srv");
     let below = Bind { source, target: "/data/sub/below".to_owned(), readonly: false };
     let volume = Bind { source: volumes.join("data"), target: "/data".to_owned(), readonly: false };
     let options = Options { binds: vec![volume, below], ..Options::default() };
     let error = write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
-    assert!(matches!(error.unwrap_err(), BundleError::Unsafe { .. }));
+    assert!(matches!(error.unwrap_err(), BundleError::LinkedTarget(_)));
+}
+
+/// Where something is mounted in a container.
+fn place(config: &Value, source: &Path) -> Option<String> {
+    let mut mounts = config["mounts"].as_array().unwrap().iter();
+    let it = mounts.find(|mount| mount["source"].as_str().map(Path::new) == Some(source))?;
+    Some(it["destination"].as_str().unwrap().to_owned())
+}
+
+/// A directory of the host came to lie where a link of the image leads that the container does not see, because a volume,
+/// another such directory or `/dev` is mounted over it: what the container wrote was lost.
+#[test]
+fn links_that_a_mount_hides_lead_nowhere() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    symlink("/tmp", root.path().join("data/link")).unwrap();
+    symlink("/etc", root.path().join("dev/link")).unwrap();
+    let (above, below) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let bind = |source: &tempfile::TempDir, target: &str| {
+        let source = fs::canonicalize(source.path()).unwrap();
+        Bind { source, target: target.to_owned(), readonly: false }
+    };
+    let made = |readonly: bool, binds: Vec<Bind>| {
+        let options = Options { readonly, binds, ..Options::default() };
+        write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/")).unwrap()
+    };
+    let below_is = |made: Value| place(&made, &fs::canonicalize(below.path()).unwrap()).unwrap();
+    // REDIS has a volume `/data`.
+    assert_eq!(below_is(made(true, vec![bind(&below, "/data/link")])), "/data/link");
+    assert_eq!(below_is(made(false, vec![bind(&below, "/data/link")])), "/tmp");
+    // The one below came first, and the other one was mounted over it.
+    let binds = vec![bind(&below, "/data/link"), bind(&above, "/data")];
+    let config = made(false, binds.clone());
+    let last = config["mounts"].as_array().unwrap().last().unwrap();
+    assert_eq!(last["destination"], "/data/link");
+    assert_eq!(below_is(made(true, binds)), "/data/link");
+    for readonly in [false, true] {
+        assert_eq!(below_is(made(readonly, vec![bind(&below, "/dev/link")])), "/dev/link");
+    }
+}
+
+/// Changes that were to be kept went to the tmpfs of `/run`, which is a link to `/var/run` in that image, and to a volume
+/// that is a link.
+#[test]
+fn nothing_lies_over_a_writable_directory() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    fs::create_dir_all(root.path().join("var/run/app")).unwrap();
+    fs::create_dir_all(root.path().join("var/data/sub")).unwrap();
+    symlink("/var/run", root.path().join("run")).unwrap();
+    symlink("/var/data", root.path().join("led")).unwrap();
+    let image = parse(r#"{"config": {"Cmd": ["x"], "Volumes": {"/led": {}}}}"#);
+    let make = |dir: &str| {
+        let writable_dirs = vec![dir.into()];
+        let options = Options { readonly: true, writable_dirs, ..Options::default() };
+        write(bundle.path(), root.path(), &image, &options, Path::new("/"))
+    };
+    let destinations = |made: Value| -> Vec<String> {
+        let mounts = made["mounts"].as_array().unwrap().iter();
+        mounts.map(|mount| mount["destination"].as_str().unwrap().to_owned()).collect()
+    };
+    let all = destinations(make("/etc").unwrap());
+    assert!(all.contains(&"/var/run".to_owned()) && all.contains(&"/var/data".to_owned()));
+    for dir in ["/var/run/app", "/var/run", "/var"] {
+        assert!(!destinations(make(dir).unwrap()).contains(&"/var/run".to_owned()), "{dir}");
+    }
+    assert!(!destinations(make("/var/data").unwrap()).contains(&"/var/data".to_owned()));
+    let error = make("/var/data/sub").unwrap_err();
+    assert!(error.to_string().contains("/var/data/sub writable: volume `/led` is mounted over it"));
+}
+
+/// With a deep tree and many links an image kept `run` busy for an hour, whatever signal came.
+#[test]
+fn lookups_have_an_end() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    let deep = "/x".repeat(900);
+    fs::create_dir_all(root.path().join(&deep[1..])).unwrap();
+    for number in 0..30 {
+        let to = format!("{deep}/link{}", number + 1);
+        symlink(to, root.path().join(format!("{}/link{number}", &deep[1..]))).unwrap();
+    }
+    let path = format!("{deep}/link0");
+    let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
+    let options = Options { readonly: true, ..Options::default() };
+    let error = write(bundle.path(), root.path(), &parse(&image), &options, Path::new("/"));
+    let said = cofolio_store::with_causes(&error.unwrap_err());
+    assert!(said.contains("too long"), "{said}");
+}
+
+/// `/etc/resolv.conf` of an image that has had systemd leads to a file that only systemd makes: the runtime could not make
+/// it in a read-only root.
+#[test]
+fn network_files_of_the_host_are_where_links_lead() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    fs::create_dir(root.path().join("run")).unwrap();
+    fs::write(root.path().join("etc/hosts"), "").unwrap();
+    symlink("../run/systemd/resolve/stub", root.path().join("etc/resolv.conf")).unwrap();
+    let options = Options { readonly: true, host_network: true, ..Options::default() };
+    let config = write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
+    let config = config.unwrap();
+    let at = |file: &str| place(&config, Path::new(file));
+    if Path::new("/etc/resolv.conf").exists() {
+        assert_eq!(at("/etc/resolv.conf").unwrap(), "/run/systemd/resolve/stub");
+    }
+    assert_eq!(at("/etc/hosts").unwrap(), "/etc/hosts");
+    // Of the mounts at `/etc`, none was needed.
+    let mut mounts = config["mounts"].as_array().unwrap().iter();
+    assert!(!mounts.any(|mount| mount["destination"] == "/etc"), "{config}");
 }
