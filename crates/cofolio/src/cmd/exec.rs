@@ -9,7 +9,8 @@ use crate::exit::{Ended, Fail};
 /// Start a process in a container that runs
 ///
 /// It has the user, working directory, environment and capabilities of the container's own process. The
-/// container's runtime starts it (`crun exec`), and the exit status is the process's.
+/// container's runtime starts it (`crun exec`), and the exit status is the process's. Signals to `exec` end
+/// `exec` alone; Ctrl-C ends both.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio exec cache redis-cli ping\n  \
     cofolio exec -it cache sh")]

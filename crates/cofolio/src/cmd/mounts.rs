@@ -16,7 +16,9 @@ use crate::ui::{Cell, Table, Tone, ago, printable};
 ///
 /// VERIFIED says what stands between a mount and an altered file: `kernel` checks every read (fs-verity),
 /// `hashed` means that all content was hashed when it was mounted (--verify), `immutable` that nobody can
-/// change the files without clearing their immutable flag, `sizes` that the sizes of all files were compared (`inode-share`: of the pack all, and of its segments the sizes).
+/// change the files without clearing their immutable flag, `sizes` that the sizes of all files were compared
+/// (`inode-share`: of the pack all, and of its segments the sizes), `-` that it cannot be seen from this mount
+/// namespace.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio mounts\n  \
     cofolio mounts --json | jq -r '.mounts[].record.target'")]
@@ -97,8 +99,11 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
     let verified = match (record.verity, record.verified) {
         (true, _) => Cell::left("kernel").tone(Tone::Good),
         (false, true) => Cell::left("hashed").tone(Tone::Good),
-        (false, false) if pin.is_some_and(is_unchecked) => Cell::left("immutable"),
-        (false, false) => Cell::left("sizes"),
+        (false, false) => match pin {
+            None => Cell::left("-"),
+            Some(pin) if is_unchecked(pin) => Cell::left("immutable"),
+            Some(_) => Cell::left("sizes"),
+        },
     };
     let (word, tone) = match state {
         MountState::Live if !status.missing_parts.is_empty() => ("in part", Tone::Bad),
