@@ -223,6 +223,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
             return Err(Fail::new(Exit::Failure, what).into());
         }
         request.options.writable_dirs = dirs;
+        request.options.writable_recorded = true;
     }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
     let mut mounter = context.mounter(&domain)?;

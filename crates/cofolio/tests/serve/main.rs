@@ -405,6 +405,7 @@ fn a_daemon_without_time_keeps_no_mount_busy() {
     }
     // It did watch.
     sandbox.run(&["mount", "--create", "tree", &target]).ok();
+    daemon.sample();
     std::fs::read(Path::new(&target).join("big")).unwrap();
     let report = daemon.sample();
     assert_ne!(report["images"][0]["used_bytes"], 0, "{report}");

@@ -88,7 +88,7 @@ pub enum BundleError {
         file: &'static str,
     },
     /// A read-only root lacks a directory to mount on.
-    #[error("read-only root: the image has no {0} to mount on")]
+    #[error("read-only root or volume: it has no {0} to mount on")]
     MissingMountPoint(String),
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
@@ -246,6 +246,8 @@ pub struct Options {
     pub readonly: bool,
     /// Directories of a read-only root that can be written to nevertheless.
     pub writable_dirs: Vec<PathBuf>,
+    /// They are those of a recorded profile, and volumes and scratch directories may lie over them.
+    pub writable_recorded: bool,
     /// Added to the annotations.
     pub annotations: BTreeMap<String, String>,
     /// Directories and files of the host to show inside.

@@ -1,17 +1,18 @@
 //! The mounts of a container: pseudo filesystems, scratch, volumes, directories of the host.
 
+use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::rootfs::{PSEUDO_PATHS, Rootfs, is_pseudo, link_in};
-use super::{BundleError, ImageConfig, Options, Place, Result, plain_path};
+use super::{Bind, BundleError, ImageConfig, Options, Place, Result, plain_path};
 use crate::mount::At as _;
 
 /// Directories that programs expect to be writable: in memory if the root is read-only.
@@ -28,7 +29,7 @@ const LINKS_MAX: u32 = 40;
 
 /// How many names all lookups of a container pass, through links. Each takes the kernel as long as the
 /// path is deep.
-const NAMES_MAX: u32 = 16 << 10;
+const NAMES_MAX: u32 = 32 << 10;
 
 /// The mounts of a container, in their order. `unified` is whether cgroups are of version 2.
 pub(super) fn mounts(
@@ -42,13 +43,32 @@ pub(super) fn mounts(
     mounts.add_pseudo(unified)?;
     if options.readonly {
         mounts.add_scratch(image)?;
-        mounts.add_volumes(place, image)?;
     }
-    if options.host_network {
-        mounts.add_network_files()?;
+    for wanted in mounts.wanted(image)? {
+        match wanted {
+            Wanted::Volume(path) => mounts.add_volume(place, path)?,
+            Wanted::NetworkFile(path) => mounts.add_network_file(path)?,
+            Wanted::Bind(bind) => mounts.add_bind(bind)?,
+        }
     }
-    mounts.add_binds()?;
     Ok(mounts.list)
+}
+
+/// What lies on a path that the image, this program or the caller names.
+#[derive(Clone, Copy)]
+enum Wanted<'a> {
+    Volume(&'a str),
+    NetworkFile(&'static str),
+    Bind(&'a Bind),
+}
+
+impl<'a> Wanted<'a> {
+    fn path(self) -> &'a str {
+        match self {
+            Self::Volume(path) | Self::NetworkFile(path) => path,
+            Self::Bind(bind) => &bind.target,
+        }
+    }
 }
 
 struct Mounts<'a> {
@@ -58,7 +78,7 @@ struct Mounts<'a> {
     names_left: u32,
 }
 
-impl Mounts<'_> {
+impl<'a> Mounts<'a> {
     fn add(&mut self, destination: &str, kind: &str, source: &str, options: &str) {
         let options: Vec<&str> = options.split(',').collect();
         self.list.push(json!({
@@ -129,7 +149,8 @@ impl Mounts<'_> {
         // Whatever is the matter with it, the container can start without.
         let destination = self.resolve(path).ok()?;
         let here = Path::new(&destination);
-        let keeps = |dir: &PathBuf| dir.starts_with(here) || here.starts_with(dir);
+        let is_over = |dir: &PathBuf| dir.starts_with(here) && !self.options.writable_recorded;
+        let keeps = |dir: &PathBuf| here.starts_with(dir) || is_over(dir);
         (!is_own(&destination)
             && self.root.is_directory(&destination)
             && !image.volumes().any(|volume| volume == path)
@@ -137,73 +158,87 @@ impl Mounts<'_> {
         .then_some(destination)
     }
 
-    fn add_volumes(&mut self, place: &Place<'_>, image: &ImageConfig) -> Result<()> {
-        image.volumes().try_for_each(|path| plain_path("volume", path))?;
+    /// Those in which others lie come first. Of those at one place the caller's is the last.
+    fn wanted(&mut self, image: &'a ImageConfig) -> Result<Vec<Wanted<'a>>> {
         let options = self.options;
-        let mut volumes = Vec::new();
-        for path in volumes_with_directory(image, options) {
-            volumes.push((depth(&self.resolve(path)?), path));
+        let volumes = options.readonly.then(|| volumes_with_directory(image, options));
+        let files = options.host_network.then_some(NETWORK_FILES);
+        let mut all: Vec<Wanted<'_>> = volumes.into_iter().flatten().map(Wanted::Volume).collect();
+        all.extend(files.into_iter().flatten().map(Wanted::NetworkFile));
+        all.extend(options.binds.iter().map(Wanted::Bind));
+        let mut places = HashSet::new();
+        for wanted in &all {
+            plain_path("volume", wanted.path())?;
+            places.insert(PathBuf::from(self.resolve(wanted.path())?));
         }
-        volumes.sort();
-        for (_, path) in volumes {
-            // With what is above it mounted.
-            let destination = self.resolve(path)?;
-            // In a pseudo filesystem the container has what it has without a volume.
-            if is_own(&destination) || is_writable(options, &destination) {
-                continue;
-            }
-            self.refuse_to_hide(path, &destination)?;
-            let (held, shown) = match &options.volumes {
-                Some(volumes) => (volumes.clone(), volumes.clone()),
-                None => (place.held.join("volumes"), place.shown.join("volumes")),
-            };
-            let place = Place { held: &held, shown: &shown };
-            let source = shown.join(volume(&place, self.root, path)?);
-            self.add(&destination, "bind", &source.to_string_lossy(), "rbind,rw");
+        // How many of these places each path leads through.
+        let mut counted = Vec::with_capacity(all.len());
+        for wanted in all {
+            let mut passed = 0;
+            let end = self.walk(Path::new(wanted.path()), |at| {
+                passed += usize::from(places.contains(at));
+            });
+            counted.push((passed, end.at("looking up", wanted.path())?, wanted));
+        }
+        counted.sort_by_key(|(passed, end, _)| (*passed, end.components().count()));
+        Ok(counted.into_iter().map(|(.., wanted)| wanted).collect())
+    }
+
+    fn add_volume(&mut self, place: &Place<'_>, path: &str) -> Result<()> {
+        let destination = self.resolve(path)?;
+        // In a pseudo filesystem the container has what it has without a volume.
+        if is_own(&destination) || is_writable(self.options, &destination) {
+            return Ok(());
+        }
+        self.refuse_to_hide(path, &destination)?;
+        if self.is_missing(&destination) {
+            return Err(BundleError::MissingMountPoint(path.to_owned()));
+        }
+        let (held, shown) = match &self.options.volumes {
+            Some(volumes) => (volumes.clone(), volumes.clone()),
+            None => (place.held.join("volumes"), place.shown.join("volumes")),
+        };
+        let source = shown.join(volume(&Place { held: &held, shown: &shown }, self.root, path)?);
+        self.add(&destination, "bind", &source.to_string_lossy(), "rbind,rw");
+        Ok(())
+    }
+
+    fn add_network_file(&mut self, path: &str) -> Result<()> {
+        let destination = self.resolve(path)?;
+        let can_be = Path::new(path).exists() && !self.root.is_directory(&destination);
+        if can_be && !is_own(&destination) && !self.is_missing(&destination) {
+            self.add(&destination, "bind", path, "bind,ro");
         }
         Ok(())
     }
 
-    fn add_network_files(&mut self) -> Result<()> {
-        for file in NETWORK_FILES {
-            let destination = self.resolve(file)?;
-            let can_be = Path::new(file).exists() && !self.root.is_directory(&destination);
-            if can_be && !is_own(&destination) && !self.is_missing(&destination) {
-                self.add(&destination, "bind", file, "bind,ro");
-            }
+    fn add_bind(&mut self, bind: &Bind) -> Result<()> {
+        let destination = self.resolve(&bind.target)?;
+        // What the caller names is the caller's choice.
+        let is_led = Path::new(&destination) != Path::new(&bind.target);
+        if destination == "/" || is_own(&destination) && is_led {
+            return Err(BundleError::LinkedTarget(bind.target.clone()));
         }
+        self.refuse_to_hide(&bind.target, &destination)?;
+        if self.is_missing(&destination) {
+            return Err(BundleError::MissingMountPoint(bind.target.clone()));
+        }
+        let mode = match bind.readonly {
+            false => "rw",
+            true if bind.source.is_dir() => "ro,rro",
+            // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
+            true => "ro",
+        };
+        let source = bind.source.to_string_lossy();
+        self.add(&destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
         Ok(())
     }
 
-    fn add_binds(&mut self) -> Result<()> {
-        let mut binds: Vec<_> = self.options.binds.iter().collect();
-        // One that is above another would hide it.
-        binds.sort_by_key(|bind| depth(&bind.target));
-        for bind in binds {
-            plain_path("volume", &bind.target)?;
-            let destination = self.resolve(&bind.target)?;
-            // What the caller names is the caller's choice.
-            if is_own(&destination) && !is_pseudo(Path::new(&bind.target)) {
-                return Err(BundleError::LinkedTarget(bind.target.clone()));
-            }
-            self.refuse_to_hide(&bind.target, &destination)?;
-            if self.is_missing(&destination) {
-                return Err(BundleError::MissingMountPoint(bind.target.clone()));
-            }
-            let mode = match bind.readonly {
-                false => "rw",
-                true if bind.source.is_dir() => "ro,rro",
-                // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
-                true => "ro",
-            };
-            let source = bind.source.to_string_lossy();
-            self.add(&destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
-        }
-        Ok(())
-    }
-
-    /// Refuses a volume over a writable directory.
+    /// Refuses a volume over a directory that the caller made writable.
     fn refuse_to_hide(&self, volume: &str, destination: &str) -> Result<()> {
+        if self.options.writable_recorded {
+            return Ok(());
+        }
         match self.options.writable_dirs.iter().find(|dir| dir.starts_with(destination)) {
             None => Ok(()),
             Some(dir) => {
@@ -212,12 +247,23 @@ impl Mounts<'_> {
         }
     }
 
-    /// Whether a mount point is missing in a read-only root, where the runtime cannot make it.
+    /// Whether a mount point is missing, and read-only what it would be in, so that the runtime cannot
+    /// make it.
     fn is_missing(&self, destination: &str) -> bool {
-        self.options.readonly
-            && self.mount_above(Path::new(destination)).is_none()
-            && !is_writable(self.options, destination)
-            && !self.root.exists(destination)
+        let path = Path::new(destination);
+        match self.mount_above(path) {
+            None => {
+                self.options.readonly
+                    && !is_writable(self.options, destination)
+                    && !self.root.exists(destination)
+            }
+            Some((mount, rest)) if is_bind(mount) => {
+                let mut options = mount["options"].as_array().into_iter().flatten();
+                // There are no links in this path.
+                options.any(|option| option == "ro") && !source(mount).join(rest).exists()
+            }
+            Some(_) => false,
+        }
     }
 
     /// Where a mount at `path` comes to lie beside the mounts so far, which is what the runtime is told:
@@ -226,14 +272,15 @@ impl Mounts<'_> {
     /// # Errors
     /// A path that cannot be looked up, or that is not UTF-8 as JSON is.
     fn resolve(&mut self, path: &str) -> Result<String> {
-        let found = self.walk(Path::new(path)).and_then(|found| {
+        let found = self.walk(Path::new(path), |_| ()).and_then(|found| {
             let text = found.into_os_string().into_string();
             text.map_err(|found| io::Error::other(format!("it leads to {found:?}, not UTF-8")))
         });
         Ok(found.at("looking up", self.root.path.join(path.trim_start_matches('/')))?)
     }
 
-    fn walk(&mut self, path: &Path) -> io::Result<PathBuf> {
+    /// Follows a path to its end, and tells of each place on the way.
+    fn walk(&mut self, path: &Path, mut passed: impl FnMut(&Path)) -> io::Result<PathBuf> {
         let names = |path: &Path| -> Vec<OsString> {
             let names = path.iter().filter(|name| *name != "/" && *name != ".");
             names.map(ToOwned::to_owned).rev().collect()
@@ -241,13 +288,17 @@ impl Mounts<'_> {
         let (mut left, mut at, mut links) = (names(path), PathBuf::from("/"), 0);
         while let Some(name) = left.pop() {
             let left_after = self.names_left.checked_sub(1);
-            self.names_left = left_after
-                .ok_or_else(|| io::Error::other("links of the image make it too long"))?;
+            self.names_left = left_after.ok_or_else(|| {
+                io::Error::other(format!(
+                    "volumes and links lead through more than {NAMES_MAX} names"
+                ))
+            })?;
             if name == ".." {
                 at.pop();
                 continue;
             }
             at.push(name);
+            passed(&at);
             let Some(target) = self.link_at(&at)? else { continue };
             links += 1;
             if links > LINKS_MAX {
@@ -262,27 +313,34 @@ impl Mounts<'_> {
     /// Where a link leads, if the container, with the mounts so far, sees one there. It has pseudo
     /// filesystems of its own in place of the image's directories.
     fn link_at(&self, path: &Path) -> io::Result<Option<PathBuf>> {
-        if is_pseudo(path) {
-            return Ok(None);
+        match self.mount_above(path) {
+            Some((mount, rest)) if is_bind(mount) => {
+                let flags = OFlags::PATH | OFlags::CLOEXEC;
+                let dir = rustix::fs::open(source(mount), flags, Mode::empty())?;
+                if rest == Path::new("") { Ok(None) } else { Ok(link_in(&dir, rest)?) }
+            }
+            _ if is_pseudo(path) => Ok(None),
+            // A directory in memory begins as a copy of the image's.
+            _ => Ok(link_in(&self.root.fd, path)?),
         }
-        let Some((mount, rest)) = self.mount_above(path) else {
-            return Ok(link_in(&self.root.fd, path)?);
-        };
-        if mount["type"] == "tmpfs" {
-            return Ok(link_in(&self.root.fd, path)?);
-        }
-        let source = mount["source"].as_str().unwrap_or_default();
-        let dir = rustix::fs::open(source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        if rest == Path::new("") { Ok(None) } else { Ok(link_in(&dir, rest)?) }
     }
 
     /// The mount that a path is in, or that is there, and the path below it.
-    fn mount_above<'a>(&self, path: &'a Path) -> Option<(&Value, &'a Path)> {
+    fn mount_above<'p>(&self, path: &'p Path) -> Option<(&Value, &'p Path)> {
         // A later one covers those before it.
         self.list.iter().rev().find_map(|mount| {
             Some((mount, path.strip_prefix(mount["destination"].as_str()?).ok()?))
         })
     }
+}
+
+/// Whether a mount shows what the host has somewhere.
+fn is_bind(mount: &Value) -> bool {
+    mount["type"] == "bind"
+}
+
+fn source(mount: &Value) -> &Path {
+    Path::new(mount["source"].as_str().unwrap_or_default())
 }
 
 /// Whether the container has a filesystem of its own there: its root, or a pseudo filesystem.
@@ -299,15 +357,13 @@ fn is_writable(options: &Options, path: &str) -> bool {
     options.writable_dirs.iter().any(|dir| Path::new(path).starts_with(dir))
 }
 
-/// The volumes for which a container with a read-only root gets a directory. The others are in a
-/// writable directory, or a directory of the host replaces them.
+/// The volumes for which a container with a read-only root gets a directory, unless they are in a
+/// writable one. A directory of the host replaces the others.
 pub(in crate::container) fn volumes_with_directory<'a>(
     image: &'a ImageConfig,
     options: &'a Options,
 ) -> impl Iterator<Item = &'a str> {
-    image.volumes().filter(|path| {
-        !is_writable(options, path) && !options.binds.iter().any(|bind| bind.target == *path)
-    })
+    image.volumes().filter(|path| !options.binds.iter().any(|bind| bind.target == *path))
 }
 
 /// Whether a directory is in memory where the root is read-only, unless it is made writable: a
@@ -331,10 +387,14 @@ pub fn is_hidden(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
 ///
 /// Volumes are siblings: inside another one, a container could put a symbolic link into the path.
 fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
-    let inside = root
-        .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
-        .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
-    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH).at("reading", path)?;
+    let (mode, like) = match root.open_beneath(path, OFlags::PATH | OFlags::DIRECTORY) {
+        Ok(inside) => (None, rustix::fs::fstat(&inside)),
+        // The runtime makes it, in a mount above it.
+        Err(Errno::NOENT) => (Some(0o755), rustix::fs::fstat(&root.fd)),
+        Err(_) => return Err(BundleError::MissingMountPoint(path.to_owned())),
+    };
+    let like = like.at("reading", path)?;
+    let mode = mode.unwrap_or(like.st_mode & 0o7777);
     let components = path.split('/').filter(|component| !component.is_empty());
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = volumes.held.join(&name);
@@ -349,11 +409,11 @@ fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
         // For root alone, because of set-user-ID programs that a container puts there.
         let created = fs::DirBuilder::new().recursive(true).mode(0o700).create(volumes.held);
         created.and_then(|()| fs::create_dir(&directory)).at("creating", &directory)?;
-        fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
+        fs::set_permissions(&directory, fs::Permissions::from_mode(mode))
             .at("setting the mode of", &directory)?;
         let have = fs::metadata(&directory).at("reading", &directory)?;
-        if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
-            std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
+        if (have.uid(), have.gid()) != (like.st_uid, like.st_gid) {
+            std::os::unix::fs::chown(&directory, Some(like.st_uid), Some(like.st_gid))
                 .at("setting the owner of", &directory)?;
         }
     }

@@ -217,7 +217,7 @@ fn a_read_only_root_gets_scratch_and_volumes() {
     let make = || write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
     assert_eq!(
         make().unwrap_err().to_string(),
-        "read-only root: the image has no /proc to mount on"
+        "read-only root or volume: it has no /proc to mount on"
     );
     for name in ["proc", "dev", "sys", "tmp", "data"] {
         fs::create_dir(root.path().join(name)).unwrap();
@@ -560,6 +560,24 @@ fn links_that_a_mount_hides_lead_nowhere() {
     for readonly in [false, true] {
         assert_eq!(below_is(made(readonly, vec![bind(&below, "/dev/link")])), "/dev/link");
     }
+    // One that lies in the other by way of a link.
+    fs::create_dir_all(root.path().join("usr/deep/er")).unwrap();
+    symlink("usr/deep/er", root.path().join("short")).unwrap();
+    for target in ["/short", "/short/x/y"] {
+        for turn in [0, 1] {
+            let mut binds = vec![bind(&below, target), bind(&above, "/usr/deep")];
+            binds.rotate_left(turn);
+            let made = made(false, binds);
+            let last = made["mounts"].as_array().unwrap().last().unwrap();
+            assert!(last["destination"].as_str().unwrap().starts_with("/usr/deep/er"), "{target}");
+        }
+    }
+    // A container left a link in what is mounted below /dev.
+    symlink("/proc", above.path().join("l")).unwrap();
+    let binds = vec![bind(&above, "/dev/d"), bind(&below, "/dev/d/l")];
+    let options = Options { binds, ..Options::default() };
+    let error = write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
+    assert!(matches!(error.unwrap_err(), BundleError::LinkedTarget(_)));
 }
 
 /// Changes that were to be kept went to the tmpfs of `/run`, which is a link to `/var/run` in that image, and to a volume
@@ -589,6 +607,16 @@ fn nothing_lies_over_a_writable_directory() {
     assert!(!destinations(make("/var/data").unwrap()).contains(&"/var/data".to_owned()));
     let error = make("/var/data/sub").unwrap_err();
     assert!(error.to_string().contains("/var/data/sub writable: volume `/led` is mounted over it"));
+    // A recorded start that wrote there is none that the caller named: it writes to the volume.
+    let options = Options {
+        readonly: true,
+        writable_dirs: vec!["/var/data/sub".into(), "/var/run/app".into()],
+        writable_recorded: true,
+        ..Options::default()
+    };
+    let made = write(bundle.path(), root.path(), &image, &options, Path::new("/"));
+    let all = destinations(made.unwrap());
+    assert!(all.contains(&"/var/run".to_owned()) && all.contains(&"/var/data".to_owned()));
 }
 
 /// With a deep tree and many links an image kept `run` busy for an hour, whatever signal came.
@@ -606,7 +634,7 @@ fn lookups_have_an_end() {
     let options = Options { readonly: true, ..Options::default() };
     let error = write(bundle.path(), root.path(), &parse(&image), &options, Path::new("/"));
     let said = cofolio_store::with_causes(&error.unwrap_err());
-    assert!(said.contains("too long"), "{said}");
+    assert!(said.contains("names"), "{said}");
 }
 
 /// `/etc/resolv.conf` of an image that has had systemd leads to a file that only systemd makes: the runtime could not make
