@@ -42,9 +42,7 @@ pub fn connection(data: &[u8]) {
             let is_host = |line: &[u8]| {
                 line.to_ascii_lowercase().starts_with(b"host:") && is_this_machine(&line[5..])
             };
-            let mut urls = data.windows(2).enumerate().filter(|(_, part)| *part == b"//");
-            urls.any(|(at, _)| is_this_machine(&data[at + 2..]))
-                || data.split(|byte| *byte == b'\n').any(is_host)
+            data.split(|byte| *byte == b'\n').any(is_host)
         }
         _ => contains(data, TOKEN),
     };

@@ -119,7 +119,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     writable: Vec<PathBuf>,
     /// Make only the directories writable that the recorded start wrote to (`cofolio profile record --rw`), less those
-    /// in memory and those of the host
+    /// in memory, in volumes and of the host
     #[arg(long)]
     writable_recorded: bool,
     /// With --rw or --writable: limit of its changes, as 512M or 2G, by project quota or a filesystem of that size; not

@@ -197,6 +197,8 @@ fn wipe_files(dir: &Path, words: &str) {
     let mut find = Command::new("find");
     find.arg(dir).args(["-mindepth", "1", "-xdev"]).args(words.split(' ')).arg("-delete");
     find.output().unwrap();
+    let left = fs::read_dir(dir.join("containers")).into_iter().flatten().flatten();
+    assert!(!left.into_iter().any(|it| it.path().join("container.json").exists()));
 }
 
 /// The process that waited for a lost container took down the next one of its name, which then found no

@@ -98,9 +98,9 @@ fn volumes_lie_in_each_other() {
     let (above, below) = (machine.dir("above"), machine.dir("below"));
     let volumes = [format!("{}:/mnt/logs", below.display()), format!("{}:/mnt", above.display())];
     for runtime in runtimes {
-        for mode in ["--env=MODE=ro", "--rw"] {
+        for mode in [&[][..], &["--rw"]] {
             for [one, other] in [[0, 1], [1, 0]] {
-                let options = ["-v", &volumes[one], "-v", &volumes[other], mode];
+                let options = [&["-v", &*volumes[one], "-v", &volumes[other]], mode].concat();
                 machine.sh(runtime, &options, "echo row >/mnt/logs/table").ok();
                 fs::remove_file(below.join("table")).unwrap();
             }

@@ -87,8 +87,8 @@ pub enum BundleError {
         /// `/etc/passwd` or `/etc/group`.
         file: &'static str,
     },
-    /// A read-only root lacks a directory to mount on.
-    #[error("read-only root or volume: it has no {0} to mount on")]
+    /// There is nothing to mount on.
+    #[error("{0} is missing, and cannot be made: what it would be in is read-only")]
     MissingMountPoint(String),
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
@@ -96,13 +96,13 @@ pub enum BundleError {
     /// A link of the image leads a volume to a mount of the container's own.
     #[error("volume `{0}`: a link of the image leads it to /, or into /proc, /sys or /dev")]
     LinkedTarget(String),
-    /// A volume would lie over a directory whose changes are kept.
-    #[error("cannot make {} writable: volume `{volume}` is mounted over it", dir.display())]
-    HiddenWritable {
-        /// The writable directory.
-        dir: PathBuf,
-        /// The volume, of the image or the caller.
+    /// A volume would lie over what the caller mounts or made writable.
+    #[error("volume `{volume}` would hide {}", hidden.display())]
+    Hides {
+        /// Of the image or the caller.
         volume: String,
+        /// What is there already.
+        hidden: PathBuf,
     },
     /// 2^32 - 1 is no number of a user or group, and there are no higher ones.
     #[error("user `{0}`: numbers of users and groups are below 4294967295")]
@@ -246,7 +246,7 @@ pub struct Options {
     pub readonly: bool,
     /// Directories of a read-only root that can be written to nevertheless.
     pub writable_dirs: Vec<PathBuf>,
-    /// They are those of a recorded profile, and volumes and scratch directories may lie over them.
+    /// They are those of a recorded profile, and volumes may lie over them.
     pub writable_recorded: bool,
     /// Added to the annotations.
     pub annotations: BTreeMap<String, String>,

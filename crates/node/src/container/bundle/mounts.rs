@@ -1,6 +1,5 @@
 //! The mounts of a container: pseudo filesystems, scratch, volumes, directories of the host.
 
-use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
@@ -43,32 +42,13 @@ pub(super) fn mounts(
     mounts.add_pseudo(unified)?;
     if options.readonly {
         mounts.add_scratch(image)?;
+        mounts.add_volumes(place, image)?;
     }
-    for wanted in mounts.wanted(image)? {
-        match wanted {
-            Wanted::Volume(path) => mounts.add_volume(place, path)?,
-            Wanted::NetworkFile(path) => mounts.add_network_file(path)?,
-            Wanted::Bind(bind) => mounts.add_bind(bind)?,
-        }
+    if options.host_network {
+        mounts.add_network_files()?;
     }
+    mounts.add_binds()?;
     Ok(mounts.list)
-}
-
-/// What lies on a path that the image, this program or the caller names.
-#[derive(Clone, Copy)]
-enum Wanted<'a> {
-    Volume(&'a str),
-    NetworkFile(&'static str),
-    Bind(&'a Bind),
-}
-
-impl<'a> Wanted<'a> {
-    fn path(self) -> &'a str {
-        match self {
-            Self::Volume(path) | Self::NetworkFile(path) => path,
-            Self::Bind(bind) => &bind.target,
-        }
-    }
 }
 
 struct Mounts<'a> {
@@ -78,7 +58,7 @@ struct Mounts<'a> {
     names_left: u32,
 }
 
-impl<'a> Mounts<'a> {
+impl Mounts<'_> {
     fn add(&mut self, destination: &str, kind: &str, source: &str, options: &str) {
         let options: Vec<&str> = options.split(',').collect();
         self.list.push(json!({
@@ -142,15 +122,14 @@ impl<'a> Mounts<'a> {
         Ok(())
     }
 
-    /// Where a directory in memory comes to lie in place of one of the image's. There is none where
-    /// changes are kept, nor above. A link may lead it elsewhere, but not to where the runtime, with its
-    /// own privileges, would copy a pseudo filesystem.
+    /// Where a directory in memory comes to lie in place of one of the image's. There is none at, below
+    /// or above a writable directory. A link may lead it elsewhere, but not into /proc, /sys or /dev,
+    /// which the runtime would copy as root.
     fn scratch_at(&mut self, path: &str, image: &ImageConfig) -> Option<String> {
         // Whatever is the matter with it, the container can start without.
         let destination = self.resolve(path).ok()?;
         let here = Path::new(&destination);
-        let is_over = |dir: &PathBuf| dir.starts_with(here) && !self.options.writable_recorded;
-        let keeps = |dir: &PathBuf| here.starts_with(dir) || is_over(dir);
+        let keeps = |dir: &PathBuf| here.starts_with(dir) || dir.starts_with(here);
         (!is_own(&destination)
             && self.root.is_directory(&destination)
             && !image.volumes().any(|volume| volume == path)
@@ -158,92 +137,109 @@ impl<'a> Mounts<'a> {
         .then_some(destination)
     }
 
-    /// Those in which others lie come first. Of those at one place the caller's is the last.
-    fn wanted(&mut self, image: &'a ImageConfig) -> Result<Vec<Wanted<'a>>> {
-        let options = self.options;
-        let volumes = options.readonly.then(|| volumes_with_directory(image, options));
-        let files = options.host_network.then_some(NETWORK_FILES);
-        let mut all: Vec<Wanted<'_>> = volumes.into_iter().flatten().map(Wanted::Volume).collect();
-        all.extend(files.into_iter().flatten().map(Wanted::NetworkFile));
-        all.extend(options.binds.iter().map(Wanted::Bind));
-        let mut places = HashSet::new();
-        for wanted in &all {
-            plain_path("volume", wanted.path())?;
-            places.insert(PathBuf::from(self.resolve(wanted.path())?));
+    fn add_volumes(&mut self, place: &Place<'_>, image: &ImageConfig) -> Result<()> {
+        let mut volumes = Vec::new();
+        for path in volumes_with_directory(image, self.options) {
+            plain_path("volume", path)?;
+            volumes.push((depth(&self.resolve(path)?), path));
         }
-        // How many of these places each path leads through.
-        let mut counted = Vec::with_capacity(all.len());
-        for wanted in all {
-            let mut passed = 0;
-            let end = self.walk(Path::new(wanted.path()), |at| {
-                passed += usize::from(places.contains(at));
+        volumes.sort_unstable();
+        for (_, path) in volumes {
+            // With what is above it mounted.
+            let destination = self.resolve(path)?;
+            // In a pseudo filesystem the container has what it has without a volume.
+            if is_own(&destination) || is_writable(self.options, &destination) {
+                continue;
+            }
+            self.refuse_to_hide_changes(path, &destination)?;
+            let is_covered = self.mount_above(Path::new(&destination)).is_some();
+            if !is_covered && !self.root.is_directory(&destination) {
+                return Err(BundleError::MissingMountPoint(path.to_owned()));
+            }
+            let (held, shown) = match &self.options.volumes {
+                Some(volumes) => (volumes.clone(), volumes.clone()),
+                None => (place.held.join("volumes"), place.shown.join("volumes")),
+            };
+            let place = Place { held: &held, shown: &shown };
+            let source = shown.join(volume(&place, self.root, path)?);
+            self.add(&destination, "bind", &source.to_string_lossy(), "rbind,rw");
+        }
+        Ok(())
+    }
+
+    fn add_network_files(&mut self) -> Result<()> {
+        for path in NETWORK_FILES {
+            let destination = self.resolve(path)?;
+            let can_be = Path::new(path).exists() && !self.root.is_directory(&destination);
+            if can_be && !is_own(&destination) && !self.is_missing(&destination) {
+                self.add(&destination, "bind", path, "bind,ro");
+            }
+        }
+        Ok(())
+    }
+
+    /// What the caller mounts lies over all else. Of those in each other the one above comes first, and
+    /// which that is may depend on links in what comes before it.
+    fn add_binds(&mut self) -> Result<()> {
+        let mut binds: Vec<_> = self.options.binds.iter().collect();
+        binds.sort_by_key(|bind| depth(&bind.target));
+        let first = self.list.len();
+        let mut tries_left = binds.len();
+        let mut at = 0;
+        while let Some(bind) = binds.get(at).copied() {
+            let destination = self.destination_of(bind)?;
+            let hidden = self.list[first..].iter().enumerate().find_map(|(number, mount)| {
+                let there = Path::new(mount["destination"].as_str()?);
+                there.starts_with(&destination).then_some((number, there))
             });
-            counted.push((passed, end.at("looking up", wanted.path())?, wanted));
-        }
-        counted.sort_by_key(|(passed, end, _)| (*passed, end.components().count()));
-        Ok(counted.into_iter().map(|(.., wanted)| wanted).collect())
-    }
-
-    fn add_volume(&mut self, place: &Place<'_>, path: &str) -> Result<()> {
-        let destination = self.resolve(path)?;
-        // In a pseudo filesystem the container has what it has without a volume.
-        if is_own(&destination) || is_writable(self.options, &destination) {
-            return Ok(());
-        }
-        self.refuse_to_hide(path, &destination)?;
-        if self.is_missing(&destination) {
-            return Err(BundleError::MissingMountPoint(path.to_owned()));
-        }
-        let (held, shown) = match &self.options.volumes {
-            Some(volumes) => (volumes.clone(), volumes.clone()),
-            None => (place.held.join("volumes"), place.shown.join("volumes")),
-        };
-        let source = shown.join(volume(&Place { held: &held, shown: &shown }, self.root, path)?);
-        self.add(&destination, "bind", &source.to_string_lossy(), "rbind,rw");
-        Ok(())
-    }
-
-    fn add_network_file(&mut self, path: &str) -> Result<()> {
-        let destination = self.resolve(path)?;
-        let can_be = Path::new(path).exists() && !self.root.is_directory(&destination);
-        if can_be && !is_own(&destination) && !self.is_missing(&destination) {
-            self.add(&destination, "bind", path, "bind,ro");
+            if let Some((number, there)) = hidden {
+                if there == Path::new(&destination) || tries_left == 0 {
+                    let (volume, hidden) = (bind.target.clone(), there.into());
+                    return Err(BundleError::Hides { volume, hidden });
+                }
+                // Again from there, with this one before the other.
+                binds[number..=at].rotate_right(1);
+                self.list.truncate(first + number);
+                (at, tries_left) = (number, tries_left - 1);
+                continue;
+            }
+            let mode = match bind.readonly {
+                false => "rw",
+                true if bind.source.is_dir() => "ro,rro",
+                // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
+                true => "ro",
+            };
+            let source = bind.source.to_string_lossy();
+            self.add(&destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
+            at += 1;
         }
         Ok(())
     }
 
-    fn add_bind(&mut self, bind: &Bind) -> Result<()> {
+    /// Where a directory or file of the host comes to lie.
+    fn destination_of(&mut self, bind: &Bind) -> Result<String> {
+        plain_path("volume", &bind.target)?;
         let destination = self.resolve(&bind.target)?;
         // What the caller names is the caller's choice.
         let is_led = Path::new(&destination) != Path::new(&bind.target);
         if destination == "/" || is_own(&destination) && is_led {
             return Err(BundleError::LinkedTarget(bind.target.clone()));
         }
-        self.refuse_to_hide(&bind.target, &destination)?;
+        self.refuse_to_hide_changes(&bind.target, &destination)?;
         if self.is_missing(&destination) {
             return Err(BundleError::MissingMountPoint(bind.target.clone()));
         }
-        let mode = match bind.readonly {
-            false => "rw",
-            true if bind.source.is_dir() => "ro,rro",
-            // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
-            true => "ro",
-        };
-        let source = bind.source.to_string_lossy();
-        self.add(&destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
-        Ok(())
+        Ok(destination)
     }
 
     /// Refuses a volume over a directory that the caller made writable.
-    fn refuse_to_hide(&self, volume: &str, destination: &str) -> Result<()> {
-        if self.options.writable_recorded {
-            return Ok(());
-        }
-        match self.options.writable_dirs.iter().find(|dir| dir.starts_with(destination)) {
-            None => Ok(()),
-            Some(dir) => {
-                Err(BundleError::HiddenWritable { dir: dir.clone(), volume: volume.to_owned() })
+    fn refuse_to_hide_changes(&self, volume: &str, destination: &str) -> Result<()> {
+        let mut dirs = self.options.writable_dirs.iter();
+        match dirs.find(|dir| dir.starts_with(destination)) {
+            Some(hidden) if !self.options.writable_recorded => {
+                Err(BundleError::Hides { volume: volume.to_owned(), hidden: hidden.clone() })
             }
+            _ => Ok(()),
         }
     }
 
@@ -272,15 +268,14 @@ impl<'a> Mounts<'a> {
     /// # Errors
     /// A path that cannot be looked up, or that is not UTF-8 as JSON is.
     fn resolve(&mut self, path: &str) -> Result<String> {
-        let found = self.walk(Path::new(path), |_| ()).and_then(|found| {
+        let found = self.walk(Path::new(path)).and_then(|found| {
             let text = found.into_os_string().into_string();
             text.map_err(|found| io::Error::other(format!("it leads to {found:?}, not UTF-8")))
         });
         Ok(found.at("looking up", self.root.path.join(path.trim_start_matches('/')))?)
     }
 
-    /// Follows a path to its end, and tells of each place on the way.
-    fn walk(&mut self, path: &Path, mut passed: impl FnMut(&Path)) -> io::Result<PathBuf> {
+    fn walk(&mut self, path: &Path) -> io::Result<PathBuf> {
         let names = |path: &Path| -> Vec<OsString> {
             let names = path.iter().filter(|name| *name != "/" && *name != ".");
             names.map(ToOwned::to_owned).rev().collect()
@@ -298,7 +293,6 @@ impl<'a> Mounts<'a> {
                 continue;
             }
             at.push(name);
-            passed(&at);
             let Some(target) = self.link_at(&at)? else { continue };
             links += 1;
             if links > LINKS_MAX {
@@ -387,14 +381,10 @@ pub fn is_hidden(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
 ///
 /// Volumes are siblings: inside another one, a container could put a symbolic link into the path.
 fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
-    let (mode, like) = match root.open_beneath(path, OFlags::PATH | OFlags::DIRECTORY) {
-        Ok(inside) => (None, rustix::fs::fstat(&inside)),
-        // The runtime makes it, in a mount above it.
-        Err(Errno::NOENT) => (Some(0o755), rustix::fs::fstat(&root.fd)),
-        Err(_) => return Err(BundleError::MissingMountPoint(path.to_owned())),
-    };
-    let like = like.at("reading", path)?;
-    let mode = mode.unwrap_or(like.st_mode & 0o7777);
+    let inside = root.open_beneath(path, OFlags::PATH | OFlags::DIRECTORY).ok();
+    // Where the image has none the runtime makes it, in a mount above it.
+    let like = rustix::fs::fstat(inside.as_ref().unwrap_or(&root.fd)).at("reading", path)?;
+    let mode = if inside.is_some() { like.st_mode & 0o7777 } else { 0o755 };
     let components = path.split('/').filter(|component| !component.is_empty());
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = volumes.held.join(&name);

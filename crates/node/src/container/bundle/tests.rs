@@ -217,7 +217,7 @@ fn a_read_only_root_gets_scratch_and_volumes() {
     let make = || write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
     assert_eq!(
         make().unwrap_err().to_string(),
-        "read-only root or volume: it has no /proc to mount on"
+        "/proc is missing, and cannot be made: what it would be in is read-only"
     );
     for name in ["proc", "dev", "sys", "tmp", "data"] {
         fs::create_dir(root.path().join(name)).unwrap();
@@ -572,6 +572,23 @@ fn links_that_a_mount_hides_lead_nowhere() {
             assert!(last["destination"].as_str().unwrap().starts_with("/usr/deep/er"), "{target}");
         }
     }
+    // Or by way of one in what is mounted, whichever is named first.
+    let inside = tempfile::tempdir().unwrap();
+    symlink("/mnt/store", above.path().join("data")).unwrap();
+    for turn in 0..3 {
+        let all =
+            [bind(&above, "/data"), bind(&below, "/data/data"), bind(&inside, "/mnt/store/x")];
+        let mut binds = all.to_vec();
+        binds.rotate_left(turn);
+        let made = made(false, binds);
+        let last = made["mounts"].as_array().unwrap().last().unwrap();
+        assert_eq!(last["destination"], "/mnt/store/x", "{turn}");
+        assert_eq!(below_is(made.clone()), "/mnt/store");
+    }
+    let binds = vec![bind(&above, "/mnt"), bind(&below, "/mnt/.")];
+    let options = Options { binds, ..Options::default() };
+    let error = write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
+    assert!(matches!(error.unwrap_err(), BundleError::Hides { .. }));
     // A container left a link in what is mounted below /dev.
     symlink("/proc", above.path().join("l")).unwrap();
     let binds = vec![bind(&above, "/dev/d"), bind(&below, "/dev/d/l")];
@@ -606,7 +623,7 @@ fn nothing_lies_over_a_writable_directory() {
     }
     assert!(!destinations(make("/var/data").unwrap()).contains(&"/var/data".to_owned()));
     let error = make("/var/data/sub").unwrap_err();
-    assert!(error.to_string().contains("/var/data/sub writable: volume `/led` is mounted over it"));
+    assert_eq!(error.to_string(), "volume `/led` would hide /var/data/sub");
     // A recorded start that wrote there is none that the caller named: it writes to the volume.
     let options = Options {
         readonly: true,
@@ -616,7 +633,22 @@ fn nothing_lies_over_a_writable_directory() {
     };
     let made = write(bundle.path(), root.path(), &image, &options, Path::new("/"));
     let all = destinations(made.unwrap());
-    assert!(all.contains(&"/var/run".to_owned()) && all.contains(&"/var/data".to_owned()));
+    assert!(!all.contains(&"/var/run".to_owned()) && all.contains(&"/var/data".to_owned()));
+}
+
+/// The image lacked a volume that the runtime makes in the tmpfs of `/run`, and nothing started.
+#[test]
+fn a_volume_can_be_made_in_a_directory_in_memory() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    fs::create_dir(root.path().join("run")).unwrap();
+    let options = Options { readonly: true, ..Options::default() };
+    for (path, is_made) in [("/run/app", true), ("/srv/app", false)] {
+        let image = json!({"config": {"Cmd": ["x"], "Volumes": {path: {}}}}).to_string();
+        let made = write(bundle.path(), root.path(), &parse(&image), &options, Path::new("/"));
+        assert_eq!(made.is_ok(), is_made, "{path}");
+    }
+    let made = bundle.path().join("volumes/run%2Fapp").metadata().unwrap();
+    assert_eq!(made.permissions().mode() & 0o7777, 0o755);
 }
 
 /// With a deep tree and many links an image kept `run` busy for an hour, whatever signal came.
