@@ -122,8 +122,8 @@ impl Mounts<'_> {
         Ok(())
     }
 
-    /// Where a directory in memory comes to lie in place of one of the image's. There is none at, below
-    /// or above a writable directory. A link may lead it elsewhere, but not into /proc, /sys or /dev,
+    /// Where a directory in memory comes to lie in place of one of the image's. There is none at,
+    /// below or above a writable directory. A link may lead it elsewhere, but not into /proc, /sys or /dev,
     /// which the runtime would copy as root.
     fn scratch_at(&mut self, path: &str, image: &ImageConfig) -> Option<String> {
         // Whatever is the matter with it, the container can start without.
@@ -171,9 +171,14 @@ impl Mounts<'_> {
         for path in NETWORK_FILES {
             let destination = self.resolve(path)?;
             let can_be = Path::new(path).exists() && !self.root.is_directory(&destination);
-            if can_be && !is_own(&destination) && !self.is_missing(&destination) {
-                self.add(&destination, "bind", path, "bind,ro");
+            let lacks_etc = self.options.readonly && !self.root.is_directory("/etc");
+            if !can_be || is_own(&destination) || lacks_etc {
+                continue;
             }
+            if self.is_missing(&destination) {
+                return Err(BundleError::MissingMountPoint(path.to_owned()));
+            }
+            self.add(&destination, "bind", path, "bind,ro");
         }
         Ok(())
     }
@@ -253,6 +258,8 @@ impl Mounts<'_> {
                     && !is_writable(self.options, destination)
                     && !self.root.exists(destination)
             }
+            // Something is mounted there.
+            Some((_, rest)) if rest == Path::new("") => false,
             Some((mount, rest)) if is_bind(mount) => {
                 let mut options = mount["options"].as_array().into_iter().flatten();
                 // There are no links in this path.

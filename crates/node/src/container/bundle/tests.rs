@@ -2,6 +2,8 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 
+use tempfile::NamedTempFile;
+
 use super::accounts::User;
 use super::*;
 
@@ -685,6 +687,26 @@ fn network_files_of_the_host_are_where_links_lead() {
         assert_eq!(at("/etc/resolv.conf").unwrap(), "/run/systemd/resolve/stub");
     }
     assert_eq!(at("/etc/hosts").unwrap(), "/etc/hosts");
+    // The caller's own lie over them, which was refused as missing.
+    let own = NamedTempFile::new().unwrap();
+    let source = own.path().to_owned();
+    let binds = ["/etc/hosts", "/etc/resolv.conf"].map(|target| Bind {
+        source: source.clone(),
+        target: target.to_owned(),
+        readonly: true,
+    });
+    for readonly in [true, false] {
+        let options = Options { readonly, binds: binds.to_vec(), ..options.clone() };
+        write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/")).unwrap();
+    }
+    // Beside a writable directory in it `/etc` cannot be in memory: names were not resolved, without a word.
+    fs::remove_file(root.path().join("etc/hosts")).unwrap();
+    fs::create_dir(root.path().join("etc/app")).unwrap();
+    for (dir, is_made) in [("/etc/app", false), ("/etc", true)] {
+        let options = Options { writable_dirs: vec![dir.into()], ..options.clone() };
+        let made = write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
+        assert_eq!(made.is_ok(), is_made, "{dir}");
+    }
     // Of the mounts at `/etc`, none was needed.
     let mut mounts = config["mounts"].as_array().unwrap().iter();
     assert!(!mounts.any(|mount| mount["destination"] == "/etc"), "{config}");
