@@ -727,6 +727,6 @@ mod tests {
         // The daemon loaded the inodes of all objects of the store again and again.
         let again = with(|it| it.kernel.bytes_again = 82_000_000);
         assert_eq!(again.exit(), Exit::Failure);
-        assert!(again.table().contains("| 1600 bytes | none |"), "{}", again.table());
+        assert!(again.table().contains("| 1333.333 bytes | none |"), "{}", again.table());
     }
 }

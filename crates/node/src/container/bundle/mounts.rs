@@ -138,13 +138,10 @@ impl Mounts<'_> {
     }
 
     fn add_volumes(&mut self, place: &Place<'_>, image: &ImageConfig) -> Result<()> {
-        let mut volumes = Vec::new();
-        for path in volumes_with_directory(image, self.options) {
+        let mut volumes: Vec<_> = volumes_with_directory(image, self.options).collect();
+        volumes.sort_by_key(|path| depth(path));
+        for path in volumes {
             plain_path("volume", path)?;
-            volumes.push((depth(&self.resolve(path)?), path));
-        }
-        volumes.sort_unstable();
-        for (_, path) in volumes {
             // With what is above it mounted.
             let destination = self.resolve(path)?;
             // In a pseudo filesystem the container has what it has without a volume.
