@@ -118,7 +118,7 @@ fn what_is_read_only_is_so_to_the_bottom() {
     machine.assert_clean();
 }
 
-/// The root filesystem of a container lies in a directory of the host too. Whoever reached it there could run
+/// The root filesystem of a container lies in a directory of the host too. Users who reached it there could run
 /// set-user-ID programs and open device nodes of the image. `nodev` is for roots in which the container can make no
 /// device nodes.
 #[test]
@@ -143,7 +143,7 @@ fn roots_give_users_of_the_host_no_privileges() {
                 at.starts_with(run.to_str().unwrap()) && at.contains("/containers/it/rootfs")
             };
             let lines: Vec<_> = table.lines().filter(is_root).collect();
-            // What is writable in part has mounts of its own in it.
+            // A root that is writable in part has mounts of its own in it.
             assert_eq!(lines.len() > 1, options.contains(&"--writable"), "{options:?}: {lines:?}");
             assert!(!lines.is_empty());
             for line in lines {

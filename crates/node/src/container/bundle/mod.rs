@@ -101,7 +101,7 @@ pub enum BundleError {
     Hides {
         /// Of the image or the caller.
         volume: String,
-        /// What is there already.
+        /// The path that is there already.
         hidden: PathBuf,
     },
     /// 2^32 - 1 is no number of a user or group, and there are no higher ones.

@@ -126,7 +126,7 @@ impl Mounts<'_> {
     /// below or above a writable directory. A link may lead it elsewhere, but not into /proc, /sys or /dev,
     /// which the runtime would copy as root.
     fn scratch_at(&mut self, path: &str, image: &ImageConfig) -> Option<String> {
-        // Whatever is the matter with it, the container can start without.
+        // The container can start without, if it cannot be looked up.
         let destination = self.resolve(path).ok()?;
         let here = Path::new(&destination);
         let keeps = |dir: &PathBuf| here.starts_with(dir) || dir.starts_with(here);
@@ -180,8 +180,8 @@ impl Mounts<'_> {
         Ok(())
     }
 
-    /// What the caller mounts lies over all else. Of those in each other the one above comes first, and
-    /// which that is may depend on links in what comes before it.
+    /// The caller's mounts lie over all else. Of those in each other the one above comes first, and which
+    /// that is may depend on links in those before it.
     fn add_binds(&mut self) -> Result<()> {
         let mut binds: Vec<_> = self.options.binds.iter().collect();
         binds.sort_by_key(|bind| depth(&bind.target));
@@ -222,7 +222,7 @@ impl Mounts<'_> {
     fn destination_of(&mut self, bind: &Bind) -> Result<String> {
         plain_path("volume", &bind.target)?;
         let destination = self.resolve(&bind.target)?;
-        // What the caller names is the caller's choice.
+        // A path that the caller spells out is the caller's choice.
         let is_led = Path::new(&destination) != Path::new(&bind.target);
         if destination == "/" || is_own(&destination) && is_led {
             return Err(BundleError::LinkedTarget(bind.target.clone()));
@@ -312,10 +312,11 @@ impl Mounts<'_> {
     /// filesystems of its own in place of the image's directories.
     fn link_at(&self, path: &Path) -> io::Result<Option<PathBuf>> {
         match self.mount_above(path) {
+            // Something is mounted there.
+            Some((_, rest)) if rest == Path::new("") => Ok(None),
             Some((mount, rest)) if is_bind(mount) => {
                 let flags = OFlags::PATH | OFlags::CLOEXEC;
-                let dir = rustix::fs::open(source(mount), flags, Mode::empty())?;
-                if rest == Path::new("") { Ok(None) } else { Ok(link_in(&dir, rest)?) }
+                Ok(link_in(&rustix::fs::open(source(mount), flags, Mode::empty())?, rest)?)
             }
             _ if is_pseudo(path) => Ok(None),
             // A directory in memory begins as a copy of the image's.

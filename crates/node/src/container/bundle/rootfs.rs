@@ -32,8 +32,8 @@ pub(super) fn is_pseudo(path: &Path) -> bool {
 fn open_in(dir: &OwnedFd, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let (flags, mode) = (flags | OFlags::CLOEXEC, Mode::empty());
     let open = || rustix::fs::openat2(dir, path, flags, mode, ResolveFlags::IN_ROOT);
-    // What is renamed or mounted anywhere meanwhile may have led `..` out of the directory, so the
-    // kernel asks to try again.
+    // A rename or a mount anywhere meanwhile may have led `..` out of the directory, so the kernel asks
+    // to try again.
     let mut tries = (0..1000).map(|_| open());
     tries.find(|opened| !matches!(opened, Err(Errno::AGAIN))).unwrap_or(Err(Errno::AGAIN))
 }

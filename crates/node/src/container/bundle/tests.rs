@@ -516,7 +516,7 @@ fn a_volume_is_not_looked_up_inside_another() {
         assert_eq!(place(&make(), &sub).as_deref(), destination);
         fs::remove_file(&link).unwrap();
     }
-    // What the caller mounts is looked up likewise.
+    // The caller's mounts are looked up likewise.
     symlink("/sys/x", &link).unwrap();
     let source = PathBuf::from("/srv");
     let below = Bind { source, target: "/data/sub/below".to_owned(), readonly: false };
