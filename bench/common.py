@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -19,6 +20,12 @@ def host():
     """What the machine is, not what it is called."""
     kib = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemTotal:"))
     return f"{platform.machine()}-{os.cpu_count()}cpu-{round(kib / (1 << 20))}g"
+
+
+def archive_name(directory, name):
+    """What a run is archived as. An earlier one stays: whoever repeats one until it meets its goal leaves a trace."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not (directory / f"{name}.json").exists())
 
 
 def output(*command):

@@ -280,12 +280,29 @@ pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenErr
         return Err(at()(io::Error::new(io::ErrorKind::InvalidInput, problem)));
     }
     if family == AddressFamily::UNIX {
+        if is_for_everybody(&socket).map_err(asked)? {
+            let problem = "every user of the machine may connect to it: it needs a path and \
+                           SocketMode=0660 or less";
+            return Err(at()(io::Error::new(io::ErrorKind::InvalidInput, problem)));
+        }
         return Ok(Listener::Unix(socket.into()));
     }
     let listener = TcpListener::from(socket);
     let address = listener.local_addr().map_err(at())?;
     auth.check_address(address)?;
     Ok(Listener::Tcp(listener))
+}
+
+/// Whether a socket has an abstract name, which no mode guards, or a file that all users may write to,
+/// as systemd makes one unless it is told not to.
+fn is_for_everybody(socket: &OwnedFd) -> rustix::io::Result<bool> {
+    let address = SocketAddrUnix::try_from(rustix::net::getsockname(socket)?)?;
+    let Some(path) = address.path() else { return Ok(true) };
+    match rustix::fs::stat(path) {
+        // Nobody can connect any more.
+        Err(Errno::NOENT) => Ok(false),
+        found => Ok(Mode::from_raw_mode(found?.st_mode).contains(Mode::WOTH)),
+    }
 }
 
 /// Number of a group, by name or number. Names are looked up as the system is configured
@@ -337,6 +354,29 @@ mod tests {
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
         let passed = passed(listener.into(), &Auth::for_test(None)).unwrap();
         assert!(matches!(passed, Listener::Unix(_)));
+    }
+
+    /// A socket unit without `SocketMode=`, or with an abstract name, let every user of the machine reclaim.
+    #[test]
+    fn a_passed_socket_is_not_for_everybody() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let with_mode = |mode| {
+            let _ = std::fs::remove_file(&path);
+            let listener = UnixListener::bind(&path).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            passed(listener.into(), &Auth::for_test(None))
+        };
+        assert!(with_mode(0o660).is_ok());
+        let everybody = with_mode(0o666).unwrap_err();
+        assert!(with_causes(&everybody).contains("SocketMode=0660"), "{everybody:?}");
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        let name = format!("cofolio-{}", std::process::id());
+        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        rustix::net::bind(&socket, &name).unwrap();
+        rustix::net::listen(&socket, 1).unwrap();
+        let abstracted = passed(socket, &Auth::for_test(None)).unwrap_err();
+        assert!(with_causes(&abstracted).contains("needs a path"), "{abstracted:?}");
     }
 
     /// Another user had made the lock in /tmp and locked it: the daemon did not start, and said that

@@ -160,7 +160,7 @@ pub(crate) struct Args {
 enum Network {
     /// Only a loopback device of its own
     None,
-    /// The host's, with its /etc/resolv.conf and /etc/hosts
+    /// The host's, with its /etc/resolv.conf and /etc/hosts where the image has /etc
     Host,
 }
 

@@ -28,7 +28,8 @@ use crate::exit::Exit;
     curl --unix-socket /run/cofolio/cofolio.sock http://localhost/v1/report")]
 pub(crate) struct Args {
     /// Path of the unix socket, in a directory that exists (default: cofolio.sock in the run
-    /// directory, which is made)
+    /// directory, which is made). Commands look for the daemon where `[daemon] socket` of the
+    /// configuration says, so say another path there
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Group whose members may connect to it, besides root

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write as _;
 use std::path::Path;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::machine::{machine, until};
 use crate::{send, started, wrapped};
@@ -84,6 +84,26 @@ fn a_frozen_container_is_stopped() {
         });
         assert!(froze, "{cgroup}");
         machine.run(&["stop", "--time", "0", "cold"]).ok();
+        machine.assert_clean();
+    }
+}
+
+/// The runtime's program was removed, and no container of it could be stopped, nor collected once it had ended.
+#[test]
+fn a_container_is_stopped_without_its_runtime() {
+    const TEST: &str = "a_container_is_stopped_without_its_runtime";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let program = wrapped(&machine, runtime, ":", ":");
+        for name in ["stopped", "ends"] {
+            machine.sh(&program, &["-d", "--rm", "--name", name], "sleep 100").ok();
+        }
+        fs::remove_file(&program).unwrap();
+        machine.run(&["stop", "--time", "0", "stopped"]).ok();
+        let pid = machine.containers()[0]["pid"].as_i64().unwrap();
+        kill_process(Pid::from_raw(pid.try_into().unwrap()).unwrap(), Signal::KILL).unwrap();
+        until("it is removed", || machine.containers().is_empty().then_some(()));
+        machine.run(&["gc"]).ok();
         machine.assert_clean();
     }
 }

@@ -71,17 +71,23 @@ impl Containers<'_> {
         drop(container.busy.take());
         let record = &container.record;
         // A runtime that saw the end of its container has removed its state.
-        if container.state.join(&record.name).exists() {
-            record.runtime.ask(&container.state, &["delete", "--force", &record.name])?;
-        }
+        let state = container.state.join(&record.name);
+        let deletes = !state.exists() || {
+            let args = ["delete", "--force", record.name.as_str()];
+            record.runtime.ask(&container.state, &args).is_ok()
+        };
         // That took its time.
         if container.is_replaced() {
             return Ok(None);
         }
         self.kill_left(&record.name, &record.cgroup)?;
         // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.
-        if container.refusal().is_some() {
+        if !deletes || container.refusal().is_some() {
             self.cgroup_dirs(&record.cgroup)?.for_each(|dir| remove_cgroup(&dir));
+        }
+        // The runtime's program is gone, for example.
+        if !deletes {
+            fs::remove_dir_all(&state).at("removing", &state)?;
         }
         self.unmount(&container.rootfs())
     }
@@ -249,11 +255,15 @@ impl Containers<'_> {
             // A frozen container hears of no signal. One that was frozen while it executed a program
             // never gets beyond FREEZING, and runc waits for ever until it does.
             self.cgroup_dirs(&found.record.cgroup)?.for_each(|dir| thaw(&dir));
-            let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
+            let asked = runtime.ask(&found.runtime_root, &["kill", name, signal]);
             // A runtime that was killed at its work may not know the container, nor any runtime
-            // the signal that an image names.
-            if let (false, Some(handle)) = (asked.status.success(), &handle) {
-                let _ = rustix::process::pidfd_send_signal(handle, without_runtime);
+            // the signal that an image names, and its program may be gone.
+            if let Some(handle) = &handle {
+                if !asked.is_ok_and(|asked| asked.status.success()) {
+                    let _ = rustix::process::pidfd_send_signal(handle, without_runtime);
+                }
+            } else {
+                asked?;
             }
             if handle.as_ref().is_none_or(|handle| ends_within(handle, patience)) {
                 break;

@@ -43,6 +43,7 @@ use serde::{Deserialize, Serialize};
 
 use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
+use crate::kernel_text;
 use crate::mount::{At as _, Check, MountError, Mounter};
 use crate::run_dir::{self, is_at, read_json, read_small, try_flock};
 
@@ -250,7 +251,8 @@ impl<'a> Containers<'a> {
     /// Fails if a container that has no record runs.
     fn check_lost(&self, name: &str) -> Result<()> {
         let cgroup = self.cgroup(name);
-        match self.process_in(&cgroup)? {
+        let pid = self.process_in(&cgroup)?;
+        match pid.map_or_else(|| self.process_below(&cgroup), |pid| Ok(Some(pid)))? {
             Some(pid) => Err(RunError::Lost { name: name.to_owned(), pid, cgroup }),
             None => Ok(()),
         }
@@ -324,6 +326,21 @@ impl<'a> Containers<'a> {
         Ok(found)
     }
 
+    /// A process of a cgroup or of its children, which a container that may makes.
+    fn process_below(&self, cgroup: &str) -> Result<Option<u32>> {
+        let mut left: Vec<PathBuf> = self.cgroup_dirs(cgroup)?.collect();
+        while let Some(dir) = left.pop() {
+            let text = read_unless_gone(&dir.join("cgroup.procs"))?.unwrap_or_default();
+            if let Some(pid) = text.lines().find_map(|line| line.parse().ok()) {
+                return Ok(Some(pid));
+            }
+            let entries = fs::read_dir(&dir).into_iter().flatten().flatten();
+            let children = entries.filter(|it| it.file_type().is_ok_and(|kind| kind.is_dir()));
+            left.extend(children.map(|child| child.path()));
+        }
+        Ok(None)
+    }
+
     /// Whether a process is the first one of a pid namespace right below ours.
     fn is_init(&self, pid: u32) -> bool {
         let status = read_text(&self.root.join(format!("proc/{pid}/status"))).unwrap_or_default();
@@ -388,7 +405,7 @@ fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
 /// Reads a file of the kernel's; `None` if it, its process or its cgroup is gone. Any other error says nothing about the
 /// container.
 fn read_unless_gone(path: &Path) -> Result<Option<String>, MountError> {
-    match fs::read_to_string(path) {
+    match kernel_text::read(path) {
         Err(error)
             if matches!(
                 Errno::from_io_error(&error),

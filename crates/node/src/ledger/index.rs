@@ -229,14 +229,24 @@ impl Index {
         }
     }
 
-    /// Notes how much of the metadata images and packs of a trust domain is resident, by image.
-    pub(super) fn set_metadata_bytes(&mut self, number: usize, of_images: &HashMap<Digest, u64>) {
+    /// Notes how much of the metadata images and packs of a trust domain is resident, by image. One
+    /// that could not be looked at keeps its figure, and the domain its sum.
+    pub(super) fn set_metadata_bytes(
+        &mut self,
+        number: usize,
+        of_images: &HashMap<Digest, Option<u64>>,
+    ) {
         let IndexedDomain { images, deltas, metadata_bytes, .. } = &mut self.domains[number];
-        let bytes = |image: &Digest| of_images.get(image).copied().unwrap_or(0);
+        let bytes = |image: &Digest| of_images.get(image).copied().unwrap_or(Some(0));
         for (digest, image) in images {
-            image.metadata_bytes = bytes(digest) + deltas.get(digest).map_or(0, bytes);
+            let delta = deltas.get(digest).map_or(Some(0), bytes);
+            if let (Some(own), Some(delta)) = (bytes(digest), delta) {
+                image.metadata_bytes = own + delta;
+            }
         }
-        *metadata_bytes = of_images.values().sum();
+        if let Some(sum) = of_images.values().copied().sum() {
+            *metadata_bytes = sum;
+        }
     }
 
     /// Objects have numbers below this one.

@@ -287,8 +287,8 @@ fn open_objects(index: &Index, domain: u16) -> rustix::io::Result<OwnedFd> {
 struct MetadataCount {
     /// Files that are still to be counted.
     left: Vec<FileName>,
-    /// Resident bytes of the others, by image.
-    bytes: HashMap<Digest, u64>,
+    /// Resident bytes of the others, by image; `None` if one of them could not be looked at.
+    bytes: HashMap<Digest, Option<u64>>,
 }
 
 impl MetadataCount {
@@ -298,8 +298,7 @@ impl MetadataCount {
         Ok(Self { left, bytes: HashMap::new() })
     }
 
-    /// Goes on until all files were counted or the budget is spent. Says whether all were. One that
-    /// cannot be looked at counts as not resident.
+    /// Goes on until all files were counted or the budget is spent. Says whether all were.
     fn go_on(
         &mut self,
         domain: &Domain,
@@ -308,11 +307,9 @@ impl MetadataCount {
     ) -> bool {
         while let Some(name) = self.left.pop() {
             if let Some(image) = name.image() {
-                let bytes = resident_bytes(domain, &name);
-                *self.bytes.entry(image).or_default() += bytes.unwrap_or_else(|error| {
-                    unseen(error);
-                    0
-                });
+                let bytes = resident_bytes(domain, &name).map_err(&mut unseen).ok();
+                let sum = self.bytes.entry(image).or_insert(Some(0));
+                *sum = sum.zip(bytes).map(|(sum, bytes)| sum + bytes);
             }
             if budget.is_spent() {
                 break;

@@ -167,6 +167,29 @@ fn a_domain_that_cannot_be_listed_stops_no_other() {
     assert_eq!((unknown.images, unknown.objects), (0, 0));
 }
 
+/// A metadata image that could not be looked at had no resident bytes, so the image counted as idle.
+#[test]
+fn metadata_that_cannot_be_looked_at_keeps_its_figure() {
+    let test = "metadata_that_cannot_be_looked_at_keeps_its_figure";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let paths = pair.images.map(|image| pair.domain.image_path(&image).unwrap());
+    paths.iter().for_each(|path| drop(fs::read(path).unwrap()));
+    let mut ledger = pair.ledger();
+    let mut figures = || {
+        ledger.sample_all().unwrap();
+        let report = ledger.report().unwrap();
+        let images: Vec<_> = report.images.iter().map(|it| it.metadata_bytes).collect();
+        (images, report.domains[0].metadata_bytes, report.unknown.objects)
+    };
+    let before = figures();
+    assert!(before.0.iter().all(|bytes| *bytes > 0) && before.2 == 0, "{before:?}");
+    let blind = Blind::new(paths[0].clone());
+    assert_eq!(figures(), (before.0.clone(), before.1, 1));
+    drop(blind);
+    assert_eq!(figures(), before);
+}
+
 /// No profile could be recorded while any trust domain could not be listed.
 #[test]
 fn a_profile_is_recorded_whatever_other_domains_are_like() {

@@ -43,6 +43,9 @@ mod seccomp;
 pub(super) use mounts::volumes_with_directory;
 pub use mounts::{is_hidden, is_scratch};
 
+/// Bytes of a host name that is made of a directory's; the kernel takes 64.
+const HOST_NAME_MAX: usize = 63;
+
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The default capabilities of containerd and Docker.
@@ -93,11 +96,11 @@ pub enum BundleError {
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
     LinkedMountPoint(&'static str),
-    /// A link of the image leads a volume to a mount of the container's own.
-    #[error("volume `{0}`: a link of the image leads it to /, or into /proc, /sys or /dev")]
+    /// A link leads a volume to a mount of the container's own.
+    #[error("volume `{0}`: a link leads it to /, or into /proc, /sys or /dev")]
     LinkedTarget(String),
     /// A volume would lie over what the caller mounts or made writable.
-    #[error("volume `{volume}` would hide {}", hidden.display())]
+    #[error("volume `{volume}` would hide what lies at {}", hidden.display())]
     Hides {
         /// Of the image or the caller.
         volume: String,
@@ -394,7 +397,11 @@ fn make(
     let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
     let mounts = mounts::mounts(place, root, image, options, unified)?;
     let hostname = options.hostname.clone().or_else(|| {
-        place.shown.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
+        let mut name = place.shown.file_name()?.to_string_lossy().into_owned();
+        while name.len() > HOST_NAME_MAX {
+            name.pop();
+        }
+        Some(name)
     });
 
     let mut namespaces = vec!["pid", "ipc", "uts", "mount"];

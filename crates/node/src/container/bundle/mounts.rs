@@ -130,7 +130,7 @@ impl Mounts<'_> {
         let destination = self.resolve(path).ok()?;
         let here = Path::new(&destination);
         let keeps = |dir: &PathBuf| here.starts_with(dir) || dir.starts_with(here);
-        (!is_own(&destination)
+        (!is_reserved(&destination)
             && self.root.is_directory(&destination)
             && !image.volumes().any(|volume| volume == path)
             && !self.options.writable_dirs.iter().any(keeps))
@@ -142,10 +142,10 @@ impl Mounts<'_> {
         volumes.sort_by_key(|path| depth(path));
         for path in volumes {
             plain_path("volume", path)?;
-            // With what is above it mounted.
+            // Only now: the volumes above it are mounts by now, and may have links.
             let destination = self.resolve(path)?;
             // In a pseudo filesystem the container has what it has without a volume.
-            if is_own(&destination) || is_writable(self.options, &destination) {
+            if is_reserved(&destination) || is_writable(self.options, &destination) {
                 continue;
             }
             self.refuse_to_hide_changes(path, &destination)?;
@@ -169,7 +169,7 @@ impl Mounts<'_> {
             let destination = self.resolve(path)?;
             let can_be = Path::new(path).exists() && !self.root.is_directory(&destination);
             let lacks_etc = self.options.readonly && !self.root.is_directory("/etc");
-            if !can_be || is_own(&destination) || lacks_etc {
+            if !can_be || is_reserved(&destination) || lacks_etc {
                 continue;
             }
             if self.is_missing(&destination) {
@@ -224,7 +224,7 @@ impl Mounts<'_> {
         let destination = self.resolve(&bind.target)?;
         // A path that the caller spells out is the caller's choice.
         let is_led = Path::new(&destination) != Path::new(&bind.target);
-        if destination == "/" || is_own(&destination) && is_led {
+        if destination == "/" || is_reserved(&destination) && is_led {
             return Err(BundleError::LinkedTarget(bind.target.clone()));
         }
         self.refuse_to_hide_changes(&bind.target, &destination)?;
@@ -343,7 +343,7 @@ fn source(mount: &Value) -> &Path {
 }
 
 /// Whether the container has a filesystem of its own there: its root, or a pseudo filesystem.
-fn is_own(path: &str) -> bool {
+fn is_reserved(path: &str) -> bool {
     path == "/" || is_pseudo(Path::new(path))
 }
 
@@ -394,23 +394,26 @@ fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = volumes.held.join(&name);
     let shown = volumes.shown.join(&name);
-    for (path, shown) in [(volumes.held, volumes.shown), (&directory, &shown)] {
+    // No volume's name has a `%` there.
+    let aside = volumes.held.join(format!("{name}%new"));
+    for (path, shown) in [(volumes.held, volumes.shown), (&directory, &shown), (&aside, &aside)] {
         if path.symlink_metadata().is_ok_and(|found| !found.is_dir()) {
             let path = shown.to_owned();
             return Err(BundleError::Unsafe { path, why: "it is no directory" });
         }
     }
     if !directory.exists() {
-        // For root alone, because of set-user-ID programs that a container puts there.
-        let created = fs::DirBuilder::new().recursive(true).mode(0o700).create(volumes.held);
-        created.and_then(|()| fs::create_dir(&directory)).at("creating", &directory)?;
-        fs::set_permissions(&directory, fs::Permissions::from_mode(mode))
-            .at("setting the mode of", &directory)?;
-        let have = fs::metadata(&directory).at("reading", &directory)?;
+        // One that was begun and not finished is taken up again. For root alone, because of set-user-ID programs that a container puts there.
+        let mut private = fs::DirBuilder::new();
+        private.recursive(true).mode(0o700).create(&aside).at("creating", &aside)?;
+        let have = fs::metadata(&aside).at("reading", &aside)?;
         if (have.uid(), have.gid()) != (like.st_uid, like.st_gid) {
-            std::os::unix::fs::chown(&directory, Some(like.st_uid), Some(like.st_gid))
-                .at("setting the owner of", &directory)?;
+            std::os::unix::fs::chown(&aside, Some(like.st_uid), Some(like.st_gid))
+                .at("setting the owner of", &aside)?;
         }
+        fs::set_permissions(&aside, fs::Permissions::from_mode(mode))
+            .at("setting the mode of", &aside)?;
+        fs::rename(&aside, &directory).at("creating", &directory)?;
     }
     Ok(name)
 }

@@ -232,6 +232,14 @@ fn a_read_only_root_gets_scratch_and_volumes() {
     let data = fs::canonicalize(bundle.path()).unwrap().join("volumes/data");
     assert_eq!(at("/data").unwrap()["source"], data.to_str().unwrap());
     assert!(data.is_dir());
+    // A process that was killed left a volume without its mode, and the next one took it as it was.
+    fs::remove_dir(&data).unwrap();
+    let aside = data.with_file_name("data%new");
+    fs::create_dir(&aside).unwrap();
+    fs::set_permissions(&aside, fs::Permissions::from_mode(0o700)).unwrap();
+    make().unwrap();
+    assert_eq!(data.metadata().unwrap().permissions().mode() & 0o7777, 0o755);
+    assert!(!aside.exists());
 }
 
 #[test]
@@ -625,7 +633,7 @@ fn nothing_lies_over_a_writable_directory() {
     }
     assert!(!destinations(make("/var/data").unwrap()).contains(&"/var/data".to_owned()));
     let error = make("/var/data/sub").unwrap_err();
-    assert_eq!(error.to_string(), "volume `/led` would hide /var/data/sub");
+    assert_eq!(error.to_string(), "volume `/led` would hide what lies at /var/data/sub");
     // A recorded start that wrote there is none that the caller named: it writes to the volume.
     let options = Options {
         readonly: true,
