@@ -244,6 +244,22 @@ fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
     });
 }
 
+/// Systemd in a container whose record was lost moves all processes to cgroups of its own: the container
+/// counted as ended, and was unmounted.
+#[test]
+fn a_lost_container_may_have_cgroups_of_its_own() {
+    in_store(|host, containers| {
+        fs::create_dir_all(containers.dir().join("box")).unwrap();
+        let memory = host.join("sys/fs/cgroup/memory");
+        let cgroup = memory.join(&containers.cgroup("box")[1..]);
+        put(memory.join("cgroup.procs"), "1\n");
+        put(cgroup.join("cgroup.procs"), "");
+        assert!(containers.status("box").unwrap().is_none());
+        put(cgroup.join("system.slice/init.scope/cgroup.procs"), "70\n");
+        assert!(matches!(containers.status("box"), Err(RunError::Lost { pid: 70, .. })));
+    });
+}
+
 fn put(path: PathBuf, text: &str) {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(path, text).unwrap();
