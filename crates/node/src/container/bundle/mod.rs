@@ -91,7 +91,7 @@ pub enum BundleError {
         file: &'static str,
     },
     /// There is nothing to mount on.
-    #[error("{0} is missing, and cannot be made: what it would be in is read-only")]
+    #[error("mount point {0} does not exist, and its parent is read-only")]
     MissingMountPoint(String),
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]

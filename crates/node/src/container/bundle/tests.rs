@@ -219,7 +219,7 @@ fn a_read_only_root_gets_scratch_and_volumes() {
     let make = || write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
     assert_eq!(
         make().unwrap_err().to_string(),
-        "/proc is missing, and cannot be made: what it would be in is read-only"
+        "mount point /proc does not exist, and its parent is read-only"
     );
     for name in ["proc", "dev", "sys", "tmp", "data"] {
         fs::create_dir(root.path().join(name)).unwrap();

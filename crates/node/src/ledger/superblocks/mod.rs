@@ -261,7 +261,7 @@ impl Superblocks {
             return Some((id_of(slot)?, layer.get(index, found.inode)?));
         }
         let is_changed = superblock.is_changed(path);
-        // Where nobody knows, the size tells most of them.
+        // If the upper layer cannot be read, another size shows most changed files.
         if is_changed == Some(true) {
             return None;
         }
