@@ -53,8 +53,8 @@ const NO_PROGRAM: u8 = 127;
 /// Mounts the image, starts the container, waits for its end and removes it; --keep keeps its changes,
 /// --detach does not wait. Its root is read-only unless --rw: containers of one image are then clones of one
 /// mount. With --writable some directories of the image can be written to, and the rest cannot. /tmp, /var/tmp and
-/// /run are in memory and the image's volumes are directories of the store, removed with the
-/// container, unless they are such directories or in one.
+/// /run are in memory, with a copy of what the image has there, and the image's volumes are directories of the store
+/// that no --size limits. Both are removed with the container, unless they are such directories or in one.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
 /// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
@@ -126,7 +126,8 @@ pub(crate) struct Args {
     /// with --keep
     #[arg(long, requires = "changes", conflicts_with = "keep")]
     size: Option<Size>,
-    /// Limit of its memory, as 512M or 2G, including the page cache that it is the first to fill
+    /// Limit of its memory, as 512M or 2G, including the page cache that it is the first to fill. Each directory in
+    /// memory holds at most half of it
     #[arg(long, short)]
     memory: Option<Size>,
     /// Limit of its CPU time, as 0.5 or 2 CPUs

@@ -70,7 +70,7 @@ fn what_a_container_sees() {
         assert_eq!(ran.ok(), "of the host\n", "{runtime}");
         let elsewhere = format!("{}:/bin/made", shown.display());
         let ran = machine.sh(runtime, &["--writable", "/etc", "-v", &elsewhere], "true");
-        ran.fails_with(125).refused("/bin/made is missing");
+        ran.fails_with(125).refused("mount point /bin/made does not exist");
         // With the host's network come the files that say how to use it, also where the image lacks them.
         for mode in ["--env=MODE=ro", "--rw"] {
             let script = "cat /etc/resolv.conf; tail -n 1 /etc/passwd; head -c 0 /etc/hosts";
@@ -237,6 +237,39 @@ fn memory_and_cpus_are_limited() {
         // And it is enforced: /tmp is memory.
         let ran = machine.sh(runtime, &["--memory", "32M"], "head -c 200000000 /dev/zero > /tmp/x");
         assert_ne!(ran.code, 0, "{runtime}: {}", ran.stderr);
+        machine.assert_clean();
+    }
+}
+
+/// An image of a few KiB with holes in files of `/run` and `/tmp` took gigabytes of the machine's memory, whatever
+/// --memory was: the runtime copies them, and runc sets the limit only then.
+#[test]
+fn holes_of_an_image_take_no_memory_beyond_the_limit() {
+    const TEST: &str = "holes_of_an_image_take_no_memory_beyond_the_limit";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let tree = machine.dir("holes");
+    for directory in ["proc", "sys", "dev", "tmp", "run", "bin"] {
+        fs::create_dir(tree.join(directory)).unwrap();
+    }
+    fs::copy(program("busybox").unwrap(), tree.join("bin/sh")).unwrap();
+    fs::File::create(tree.join("run/hole")).unwrap().set_len(1 << 30).unwrap();
+    machine.run(&["import", "--name", "holes", tree.to_str().unwrap()]).ok();
+    for runtime in runtimes {
+        let args = [
+            "run",
+            "--runtime",
+            runtime,
+            "--memory",
+            "32M",
+            "holes",
+            "--",
+            "/bin/sh",
+            "-c",
+            "true",
+        ];
+        let ran = machine.run(&args);
+        let is_full = ran.stderr.to_lowercase().contains("no space left");
+        assert!(ran.code == 125 && is_full, "{runtime}: {} {}", ran.code, ran.stderr);
         machine.assert_clean();
     }
 }

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::Write as _;
 use std::path::Path;
+use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -88,7 +89,8 @@ fn a_frozen_container_is_stopped() {
     }
 }
 
-/// The runtime's program was removed, and no container of it could be stopped, nor collected once it had ended.
+/// The runtime's program was removed, and no container of it could be stopped, nor collected once it had ended. A
+/// runc that was killed while it had itself mounted in its state directory blocked the name of its container.
 #[test]
 fn a_container_is_stopped_without_its_runtime() {
     const TEST: &str = "a_container_is_stopped_without_its_runtime";
@@ -98,6 +100,11 @@ fn a_container_is_stopped_without_its_runtime() {
         for name in ["stopped", "ends"] {
             machine.sh(&program, &["-d", "--rm", "--name", name], "sleep 100").ok();
         }
+        let run = fs::read_dir(machine.path("run")).unwrap().next().unwrap().unwrap().path();
+        let left = run.join(runtime).join("stopped/left");
+        fs::write(&left, "").unwrap();
+        let mut mount = Command::new("mount");
+        assert!(mount.arg("--bind").args([Path::new(&program), &left]).status().unwrap().success());
         fs::remove_file(&program).unwrap();
         machine.run(&["stop", "--time", "0", "stopped"]).ok();
         let pid = machine.containers()[0]["pid"].as_i64().unwrap();

@@ -72,23 +72,21 @@ impl Containers<'_> {
         let record = &container.record;
         // A runtime that saw the end of its container has removed its state.
         let state = container.state.join(&record.name);
-        let deletes = !state.exists() || {
-            let args = ["delete", "--force", record.name.as_str()];
-            record.runtime.ask(&container.state, &args).is_ok()
-        };
+        if state.exists() {
+            // Its program may be gone, and one that was killed at its work may have left what it
+            // cannot delete.
+            let _ = record.runtime.ask(&container.state, &["delete", "--force", &record.name]);
+        }
         // That took its time.
         if container.is_replaced() {
             return Ok(None);
         }
         self.kill_left(&record.name, &record.cgroup)?;
         // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.
-        if !deletes || container.refusal().is_some() {
+        if state.exists() || container.refusal().is_some() {
             self.cgroup_dirs(&record.cgroup)?.for_each(|dir| remove_cgroup(&dir));
         }
-        // The runtime's program is gone, for example.
-        if !deletes {
-            fs::remove_dir_all(&state).at("removing", &state)?;
-        }
+        remove_state(&state)?;
         self.unmount(&container.rootfs())
     }
 
@@ -134,7 +132,7 @@ impl Containers<'_> {
         let run = self.mounter.run_dir().path();
         for runtime in run_dir::list(run)? {
             if RunDir::OWN.iter().all(|(own, _)| runtime != *own) {
-                let _ = fs::remove_dir_all(run.join(runtime).join(name));
+                remove_state(&run.join(runtime).join(name))?;
             }
         }
         remove_files(dir)
@@ -270,6 +268,21 @@ impl Containers<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Removes what a runtime has left of its state. A runc that was killed may have mounted itself there.
+fn remove_state(dir: &Path) -> Result<(), MountError> {
+    if !dir.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+        return Ok(());
+    }
+    for name in run_dir::list(dir)? {
+        take_down(&dir.join(name))?;
+    }
+    match fs::remove_dir_all(dir) {
+        // The process that waits for the container removes it as well.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other.at("removing", dir),
     }
 }
 

@@ -96,6 +96,9 @@ pub enum BundleError {
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
     LinkedMountPoint(&'static str),
+    /// Each mount is looked for among all others.
+    #[error("the image has {0} volumes, more than a container can have mounted")]
+    TooManyVolumes(usize),
     /// A link leads a volume to a mount of the container's own.
     #[error("volume `{0}`: a link leads it to /, or into /proc, /sys or /dev")]
     LinkedTarget(String),

@@ -17,6 +17,12 @@ use crate::mount::At as _;
 /// Directories that programs expect to be writable: in memory if the root is read-only.
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
 
+/// Volumes that an image may have.
+const VOLUMES_MAX: usize = 1000;
+
+/// No tmpfs gets a smaller size: one of 0 would have no limit.
+const SCRATCH_BYTES_MIN: u64 = 64 << 10;
+
 /// The host's files that say how to use its network.
 const NETWORK_FILES: [&str; 2] = ["/etc/resolv.conf", "/etc/hosts"];
 
@@ -115,8 +121,12 @@ impl Mounts<'_> {
         }
         scratch.sort_by_key(|(destination, _)| (depth(destination), destination.clone()));
         scratch.dedup_by(|one, other| one.0 == other.0);
+        // The runtime copies what the image has there, runc before it sets the limit of memory. Without
+        // a size each would take half of the machine's.
+        let size = self.options.memory_bytes.map(|bytes| (bytes / 2).max(SCRATCH_BYTES_MIN));
+        let size = size.map(|bytes| format!(",size={bytes}")).unwrap_or_default();
         for (destination, mode) in scratch {
-            let options = format!("nosuid,nodev,tmpcopyup,{mode}");
+            let options = format!("nosuid,nodev,tmpcopyup,{mode}{size}");
             self.add(&destination, "tmpfs", "tmpfs", &options);
         }
         Ok(())
@@ -139,29 +149,42 @@ impl Mounts<'_> {
 
     fn add_volumes(&mut self, place: &Place<'_>, image: &ImageConfig) -> Result<()> {
         let mut volumes: Vec<_> = volumes_with_directory(image, self.options).collect();
-        volumes.sort_by_key(|path| depth(path));
-        for path in volumes {
-            plain_path("volume", path)?;
-            // Only now: the volumes above it are mounts by now, and may have links.
-            let destination = self.resolve(path)?;
-            // In a pseudo filesystem the container has what it has without a volume.
-            if is_reserved(&destination) || is_writable(self.options, &destination) {
-                continue;
-            }
-            self.refuse_to_hide_changes(path, &destination)?;
-            let is_covered = self.mount_above(Path::new(&destination)).is_some();
-            if !is_covered && !self.root.is_directory(&destination) {
-                return Err(BundleError::MissingMountPoint(path.to_owned()));
-            }
-            let (held, shown) = match &self.options.volumes {
-                Some(volumes) => (volumes.clone(), volumes.clone()),
-                None => (place.held.join("volumes"), place.shown.join("volumes")),
-            };
-            let place = Place { held: &held, shown: &shown };
-            let source = shown.join(volume(&place, self.root, path)?);
-            self.add(&destination, "bind", &source.to_string_lossy(), "rbind,rw");
+        if volumes.len() > VOLUMES_MAX {
+            return Err(BundleError::TooManyVolumes(volumes.len()));
         }
-        Ok(())
+        volumes.sort_by_key(|path| depth(path));
+        let (held, shown) = match &self.options.volumes {
+            Some(volumes) => (volumes.clone(), volumes.clone()),
+            None => (place.held.join("volumes"), place.shown.join("volumes")),
+        };
+        let place = Place { held: &held, shown: &shown };
+        self.add_in_order(
+            volumes,
+            |mounts, path| mounts.destination_of_volume(path),
+            |mounts, path, destination| {
+                let source = shown.join(volume(&place, mounts.root, path)?);
+                mounts.add(destination, "bind", &source.to_string_lossy(), "rbind,rw");
+                Ok(())
+            },
+            // Two of the image's volumes are one there.
+            |_, _| Ok(()),
+        )
+    }
+
+    /// Where a volume of the image comes to lie, if the container gets a directory for it.
+    fn destination_of_volume(&mut self, path: &str) -> Result<Option<String>> {
+        plain_path("volume", path)?;
+        let destination = self.resolve(path)?;
+        // In a pseudo filesystem the container has what it has without a volume.
+        if is_reserved(&destination) || is_writable(self.options, &destination) {
+            return Ok(None);
+        }
+        self.refuse_to_hide_changes(path, &destination)?;
+        let is_covered = self.mount_above(Path::new(&destination)).is_some();
+        if !is_covered && !self.root.is_directory(&destination) {
+            return Err(BundleError::MissingMountPoint(path.to_owned()));
+        }
+        Ok(Some(destination))
     }
 
     fn add_network_files(&mut self) -> Result<()> {
@@ -180,40 +203,70 @@ impl Mounts<'_> {
         Ok(())
     }
 
-    /// The caller's mounts lie over all else. Of those in each other the one above comes first, and which
-    /// that is may depend on links in those before it.
+    /// The caller's mounts lie over all else.
     fn add_binds(&mut self) -> Result<()> {
         let mut binds: Vec<_> = self.options.binds.iter().collect();
         binds.sort_by_key(|bind| depth(&bind.target));
+        self.add_in_order(
+            binds,
+            |mounts, bind| mounts.destination_of(bind).map(Some),
+            |mounts, bind, destination| {
+                let mode = match bind.readonly {
+                    false => "rw",
+                    true if bind.source.is_dir() => "ro,rro",
+                    // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
+                    true => "ro",
+                };
+                let source = bind.source.to_string_lossy();
+                mounts.add(destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
+                Ok(())
+            },
+            |bind, hidden| {
+                let (volume, hidden) = (bind.target.clone(), hidden.into());
+                Err(BundleError::Hides { volume, hidden })
+            },
+        )
+    }
+
+    /// Adds mounts of one kind. Of those in each other the one above comes first, and which that is may
+    /// depend on links in those before it. `hides` says what to do about one for which there is no place: it is
+    /// left out, or that is an error. One without a destination is left out, too.
+    fn add_in_order<T: Copy>(
+        &mut self,
+        mut wanted: Vec<T>,
+        destination_of: impl Fn(&mut Self, T) -> Result<Option<String>>,
+        add: impl Fn(&mut Self, T, &str) -> Result<()>,
+        hides: impl Fn(T, &Path) -> Result<()>,
+    ) -> Result<()> {
         let first = self.list.len();
-        let mut tries_left = binds.len();
+        let mut tries_left = wanted.len();
+        // As many of them are in the list.
         let mut at = 0;
-        while let Some(bind) = binds.get(at).copied() {
-            let destination = self.destination_of(bind)?;
+        while let Some(this) = wanted.get(at).copied() {
+            let Some(destination) = destination_of(self, this)? else {
+                wanted.remove(at);
+                continue;
+            };
             let hidden = self.list[first..].iter().enumerate().find_map(|(number, mount)| {
                 let there = Path::new(mount["destination"].as_str()?);
                 there.starts_with(&destination).then_some((number, there))
             });
-            if let Some((number, there)) = hidden {
-                if there == Path::new(&destination) || tries_left == 0 {
-                    let (volume, hidden) = (bind.target.clone(), there.into());
-                    return Err(BundleError::Hides { volume, hidden });
+            match hidden {
+                None => {
+                    add(self, this, &destination)?;
+                    at += 1;
                 }
-                // Again from there, with this one before the other.
-                binds[number..=at].rotate_right(1);
-                self.list.truncate(first + number);
-                (at, tries_left) = (number, tries_left - 1);
-                continue;
+                Some((_, there)) if there == Path::new(&destination) || tries_left == 0 => {
+                    hides(this, there)?;
+                    wanted.remove(at);
+                }
+                Some((number, _)) => {
+                    // Again from there, with this one before the other.
+                    wanted[number..=at].rotate_right(1);
+                    self.list.truncate(first + number);
+                    (at, tries_left) = (number, tries_left - 1);
+                }
             }
-            let mode = match bind.readonly {
-                false => "rw",
-                true if bind.source.is_dir() => "ro,rro",
-                // Nothing is mounted below it, and crun 1.8 opens it as a directory for `rro`.
-                true => "ro",
-            };
-            let source = bind.source.to_string_lossy();
-            self.add(&destination, "bind", &source, &format!("rbind,rprivate,{mode}"));
-            at += 1;
         }
         Ok(())
     }

@@ -661,6 +661,47 @@ fn a_volume_can_be_made_in_a_directory_in_memory() {
     assert_eq!(made.permissions().mode() & 0o7777, 0o755);
 }
 
+/// A volume that a link leads deep below another one was mounted first, and the other one hid it. An image
+/// with 32,000 volumes kept `run` busy for 40 seconds.
+#[test]
+fn no_volume_hides_another_one() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    fs::create_dir_all(root.path().join("d/e/f")).unwrap();
+    symlink("/d/e/f", root.path().join("l")).unwrap();
+    symlink("/data", root.path().join("same")).unwrap();
+    let options = Options { readonly: true, ..Options::default() };
+    let make = |volumes: Value| {
+        let image = json!({"config": {"Cmd": ["x"], "Volumes": volumes}}).to_string();
+        write(bundle.path(), root.path(), &parse(&image), &options, Path::new("/"))
+    };
+    let volumes = json!({"/l": {}, "/d/e": {}, "/data": {}, "/same": {}});
+    let made = make(volumes).unwrap();
+    let all = made["mounts"].as_array().unwrap().iter();
+    let all = all.filter_map(|mount| mount["destination"].as_str());
+    let at: Vec<_> = all.filter(|it| it.starts_with("/d/") || *it == "/data").collect();
+    assert_eq!(at, ["/data", "/d/e", "/d/e/f"]);
+    let many = (0..1001).map(|number| (format!("/data/{number}"), json!({}))).collect();
+    assert!(matches!(make(Value::Object(many)), Err(BundleError::TooManyVolumes(1001))));
+}
+
+/// The runtime copied what an image has in `/tmp`, `/var/tmp` and `/run` into memory, holes of files
+/// as well, and runc did that before it set the limit: an image of 1 MB took all of the machine's.
+#[test]
+fn directories_in_memory_hold_half_of_the_limit() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    for (limit, size) in
+        [(None, None), (Some(64 << 20), Some("size=33554432")), (Some(0), Some("size=65536"))]
+    {
+        let options = Options { readonly: true, memory_bytes: limit, ..Options::default() };
+        let made =
+            write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/")).unwrap();
+        let mounts = made["mounts"].as_array().unwrap();
+        let tmp = mounts.iter().find(|mount| mount["destination"] == "/tmp").unwrap();
+        let mut options = tmp["options"].as_array().unwrap().iter().filter_map(Value::as_str);
+        assert_eq!(options.rfind(|it| it.starts_with("size=")), size);
+    }
+}
+
 /// With a deep tree and many links an image kept `run` busy for an hour, whatever signal came.
 #[test]
 fn lookups_have_an_end() {
