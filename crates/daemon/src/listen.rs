@@ -281,8 +281,8 @@ pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenErr
     }
     if family == AddressFamily::UNIX {
         if is_for_everybody(&socket).map_err(asked)? {
-            let problem = "every user of the machine may connect to it: it needs a path and \
-                           SocketMode=0660 or less";
+            let problem = "every user of the machine may be able to connect to it: it needs an absolute path \
+                           that the daemon sees, and SocketMode=0660 or less";
             return Err(at()(io::Error::new(io::ErrorKind::InvalidInput, problem)));
         }
         return Ok(Listener::Unix(socket.into()));
@@ -297,12 +297,10 @@ pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenErr
 /// as systemd makes one unless it is told not to.
 fn is_for_everybody(socket: &OwnedFd) -> rustix::io::Result<bool> {
     let address = SocketAddrUnix::try_from(rustix::net::getsockname(socket)?)?;
-    let Some(path) = address.path() else { return Ok(true) };
-    match rustix::fs::stat(path) {
-        // Nobody can connect any more.
-        Err(Errno::NOENT) => Ok(false),
-        found => Ok(Mode::from_raw_mode(found?.st_mode).contains(Mode::WOTH)),
-    }
+    // Where there is no file it may have another name, or be in another mount namespace.
+    let path = address.path().filter(|path| path.to_bytes().starts_with(b"/"));
+    let Some(Ok(found)) = path.map(rustix::fs::stat) else { return Ok(true) };
+    Ok(Mode::from_raw_mode(found.st_mode).contains(Mode::WOTH))
 }
 
 /// Number of a group, by name or number. Names are looked up as the system is configured
@@ -368,6 +366,10 @@ mod tests {
             passed(listener.into(), &Auth::for_test(None))
         };
         assert!(with_mode(0o660).is_ok());
+        // In another mount namespace, or renamed.
+        let moved = UnixListener::bind(dir.path().join("moved")).unwrap();
+        std::fs::remove_file(dir.path().join("moved")).unwrap();
+        assert!(passed(moved.into(), &Auth::for_test(None)).is_err());
         let everybody = with_mode(0o666).unwrap_err();
         assert!(with_causes(&everybody).contains("SocketMode=0660"), "{everybody:?}");
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
@@ -376,7 +378,7 @@ mod tests {
         rustix::net::bind(&socket, &name).unwrap();
         rustix::net::listen(&socket, 1).unwrap();
         let abstracted = passed(socket, &Auth::for_test(None)).unwrap_err();
-        assert!(with_causes(&abstracted).contains("needs a path"), "{abstracted:?}");
+        assert!(with_causes(&abstracted).contains("needs an absolute path"), "{abstracted:?}");
     }
 
     /// Another user had made the lock in /tmp and locked it: the daemon did not start, and said that

@@ -127,7 +127,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "changes", conflicts_with = "keep")]
     size: Option<Size>,
     /// Limit of its memory, as 512M or 2G, including the page cache that it is the first to fill. Each directory in
-    /// memory holds at most half of it
+    /// memory holds at most as much, with what the image has there
     #[arg(long, short)]
     memory: Option<Size>,
     /// Limit of its CPU time, as 0.5 or 2 CPUs

@@ -86,8 +86,9 @@ impl Containers<'_> {
         if state.exists() || container.refusal().is_some() {
             self.cgroup_dirs(&record.cgroup)?.for_each(|dir| remove_cgroup(&dir));
         }
+        let changes = self.unmount(&container.rootfs())?;
         remove_state(&state)?;
-        self.unmount(&container.rootfs())
+        Ok(changes)
     }
 
     /// Kills what is left in a container's cgroup: a runtime that was killed before it wrote its

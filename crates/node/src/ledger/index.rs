@@ -88,9 +88,19 @@ pub(super) struct IndexedDomain {
     names: HashMap<Digest, Vec<String>>,
     /// Deltas of the images that have a base.
     deltas: HashMap<Digest, Digest>,
-    /// Resident bytes of all metadata images and packs, also of bases, which are not in `images`
-    /// unless they have a name.
+    /// Resident bytes of metadata images and packs, also of bases, which are not in `images` unless they
+    /// have a name.
+    metadata: HashMap<Digest, u64>,
+    /// Their sum.
     pub(super) metadata_bytes: u64,
+}
+
+/// What of the files that an image is mounted from is resident.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MetadataBytes {
+    pub(super) bytes: u64,
+    /// Whether all of them could be looked at.
+    pub(super) is_whole: bool,
 }
 
 /// All trust domains of a store.
@@ -126,6 +136,7 @@ impl IndexedDomain {
             listing: None,
             names: HashMap::new(),
             deltas: HashMap::new(),
+            metadata: HashMap::new(),
             metadata_bytes: 0,
         }
     }
@@ -229,24 +240,25 @@ impl Index {
         }
     }
 
-    /// Notes how much of the metadata images and packs of a trust domain is resident, by image. One
-    /// that could not be looked at keeps its figure, and the domain its sum.
+    /// Notes how much of the metadata images and packs of a trust domain is resident, by image. One of
+    /// whose files not all could be looked at keeps its figure if that is larger.
     pub(super) fn set_metadata_bytes(
         &mut self,
         number: usize,
-        of_images: &HashMap<Digest, Option<u64>>,
+        of_images: &HashMap<Digest, MetadataBytes>,
     ) {
-        let IndexedDomain { images, deltas, metadata_bytes, .. } = &mut self.domains[number];
-        let bytes = |image: &Digest| of_images.get(image).copied().unwrap_or(Some(0));
+        let IndexedDomain { images, deltas, metadata, metadata_bytes, .. } =
+            &mut self.domains[number];
+        let known = std::mem::take(metadata);
+        metadata.extend(of_images.iter().map(|(digest, counted)| {
+            let before = known.get(digest).filter(|_| !counted.is_whole);
+            (*digest, counted.bytes.max(before.copied().unwrap_or(0)))
+        }));
+        let bytes = |image: &Digest| metadata.get(image).copied().unwrap_or(0);
         for (digest, image) in images {
-            let delta = deltas.get(digest).map_or(Some(0), bytes);
-            if let (Some(own), Some(delta)) = (bytes(digest), delta) {
-                image.metadata_bytes = own + delta;
-            }
+            image.metadata_bytes = bytes(digest) + deltas.get(digest).map_or(0, bytes);
         }
-        if let Some(sum) = of_images.values().copied().sum() {
-            *metadata_bytes = sum;
-        }
+        *metadata_bytes = metadata.values().sum();
     }
 
     /// Objects have numbers below this one.

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use super::Budget;
 use super::charges::Charges;
-use super::index::{Index, Object};
+use super::index::{Index, MetadataBytes, Object};
 use super::rounds::Rounds;
 use super::state::{State, TICKS_PER_SECOND};
 use super::usage::ObjectId;
@@ -287,8 +287,8 @@ fn open_objects(index: &Index, domain: u16) -> rustix::io::Result<OwnedFd> {
 struct MetadataCount {
     /// Files that are still to be counted.
     left: Vec<FileName>,
-    /// Resident bytes of the others, by image; `None` if one of them could not be looked at.
-    bytes: HashMap<Digest, Option<u64>>,
+    /// What is resident of the others, by image.
+    bytes: HashMap<Digest, MetadataBytes>,
 }
 
 impl MetadataCount {
@@ -307,9 +307,15 @@ impl MetadataCount {
     ) -> bool {
         while let Some(name) = self.left.pop() {
             if let Some(image) = name.image() {
-                let bytes = resident_bytes(domain, &name).map_err(&mut unseen).ok();
-                let sum = self.bytes.entry(image).or_insert(Some(0));
-                *sum = sum.zip(bytes).map(|(sum, bytes)| sum + bytes);
+                let whole = MetadataBytes { bytes: 0, is_whole: true };
+                let sum = self.bytes.entry(image).or_insert(whole);
+                match resident_bytes(domain, &name) {
+                    Ok(bytes) => sum.bytes += bytes,
+                    Err(error) => {
+                        sum.is_whole = false;
+                        unseen(error);
+                    }
+                }
             }
             if budget.is_spent() {
                 break;

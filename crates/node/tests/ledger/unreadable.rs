@@ -188,6 +188,13 @@ fn metadata_that_cannot_be_looked_at_keeps_its_figure() {
     assert_eq!(figures(), (before.0.clone(), before.1, 1));
     drop(blind);
     assert_eq!(figures(), before);
+    // With one that could not be looked at, a ledger that begins counted no image of the domain.
+    let _blind = Blind::new(paths[0].clone());
+    let mut ledger = pair.ledger();
+    ledger.sample_all().unwrap();
+    let report = ledger.report().unwrap();
+    let of_others: u64 = report.images.iter().map(|it| it.metadata_bytes).sum();
+    assert!(of_others > 0 && report.domains[0].metadata_bytes == of_others, "{report:#?}");
 }
 
 /// No profile could be recorded while any trust domain could not be listed.

@@ -122,9 +122,12 @@ impl Mounts<'_> {
         scratch.sort_by_key(|(destination, _)| (depth(destination), destination.clone()));
         scratch.dedup_by(|one, other| one.0 == other.0);
         // The runtime copies what the image has there, runc before it sets the limit of memory. Without
-        // a size each would take half of the machine's.
-        let size = self.options.memory_bytes.map(|bytes| (bytes / 2).max(SCRATCH_BYTES_MIN));
-        let size = size.map(|bytes| format!(",size={bytes}")).unwrap_or_default();
+        // a size each may take half of the machine's.
+        let halved = rustix::system::sysinfo();
+        let halved = halved.totalram as u64 * u64::from(halved.mem_unit) / 2;
+        let size = self.options.memory_bytes.filter(|bytes| *bytes < halved);
+        let size = size.map(|bytes| format!(",size={}", bytes.max(SCRATCH_BYTES_MIN)));
+        let size = size.unwrap_or_default();
         for (destination, mode) in scratch {
             let options = format!("nosuid,nodev,tmpcopyup,{mode}{size}");
             self.add(&destination, "tmpfs", "tmpfs", &options);
@@ -447,9 +450,11 @@ fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = volumes.held.join(&name);
     let shown = volumes.shown.join(&name);
-    // No volume's name has a `%` there.
-    let aside = volumes.held.join(format!("{name}%new"));
-    for (path, shown) in [(volumes.held, volumes.shown), (&directory, &shown), (&aside, &aside)] {
+    // No volume has this name.
+    let (aside, aside_shown) = (volumes.held.join("%new"), volumes.shown.join("%new"));
+    for (path, shown) in
+        [(volumes.held, volumes.shown), (&directory, &shown), (&aside, &aside_shown)]
+    {
         if path.symlink_metadata().is_ok_and(|found| !found.is_dir()) {
             let path = shown.to_owned();
             return Err(BundleError::Unsafe { path, why: "it is no directory" });
