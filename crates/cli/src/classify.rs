@@ -374,7 +374,7 @@ fn of_bundle(error: &BundleError) -> Classified {
         BundleError::NoCommand => hint(Exit::Usage, "say what to run, after `--`"),
         BundleError::MissingMountPoint(_) => hint(
             Exit::Failure,
-            "a writable root gets it, and so does a directory of --writable above it: see --help; or add it to the image, or on the host if a volume is read-only there",
+            "--rw lets it be made, and so does --writable of a directory above it: see --help; or add it to the image, or to the host's directory behind a read-only volume",
         ),
         BundleError::UnknownAccount { .. } => {
             hint(Exit::NotFound, "--user UID:GID takes numbers, which need no account")

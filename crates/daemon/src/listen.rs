@@ -280,9 +280,7 @@ pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenErr
         return Err(at()(io::Error::new(io::ErrorKind::InvalidInput, problem)));
     }
     if family == AddressFamily::UNIX {
-        if is_for_everybody(&socket).map_err(asked)? {
-            let problem = "every user of the machine may be able to connect to it: it needs an absolute path \
-                           that the daemon sees, and SocketMode=0660 or less";
+        if let Some(problem) = problem_of(&socket).map_err(asked)? {
             return Err(at()(io::Error::new(io::ErrorKind::InvalidInput, problem)));
         }
         return Ok(Listener::Unix(socket.into()));
@@ -293,14 +291,24 @@ pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenErr
     Ok(Listener::Tcp(listener))
 }
 
-/// Whether a socket has an abstract name, which no mode guards, or a file that all users may write to,
-/// as systemd makes one unless it is told not to.
-fn is_for_everybody(socket: &OwnedFd) -> rustix::io::Result<bool> {
+/// Why a socket may be everybody's: it has an abstract name, which no mode guards, or all users may
+/// write to its file, as systemd makes one unless it is told not to.
+fn problem_of(socket: &OwnedFd) -> rustix::io::Result<Option<&'static str>> {
     let address = SocketAddrUnix::try_from(rustix::net::getsockname(socket)?)?;
-    // Where there is no file it may have another name, or be in another mount namespace.
     let path = address.path().filter(|path| path.to_bytes().starts_with(b"/"));
-    let Some(Ok(found)) = path.map(rustix::fs::stat) else { return Ok(true) };
-    Ok(Mode::from_raw_mode(found.st_mode).contains(Mode::WOTH))
+    let Some(path) = path else {
+        return Ok(Some("every user of the machine may connect to it: it needs an absolute path"));
+    };
+    Ok(match rustix::fs::stat(path) {
+        // It may have another name by now, or be in another mount namespace.
+        Err(_) => Some(
+            "who may connect to it is not known, since its file is not there: restart its unit",
+        ),
+        Ok(found) if Mode::from_raw_mode(found.st_mode).contains(Mode::WOTH) => Some(
+            "every user of the machine may connect to it: it needs SocketMode=0660 or stricter",
+        ),
+        Ok(_) => None,
+    })
 }
 
 /// Number of a group, by name or number. Names are looked up as the system is configured
@@ -369,7 +377,8 @@ mod tests {
         // In another mount namespace, or renamed.
         let moved = UnixListener::bind(dir.path().join("moved")).unwrap();
         std::fs::remove_file(dir.path().join("moved")).unwrap();
-        assert!(passed(moved.into(), &Auth::for_test(None)).is_err());
+        let moved = passed(moved.into(), &Auth::for_test(None)).unwrap_err();
+        assert!(with_causes(&moved).contains("its file is not there"), "{moved:?}");
         let everybody = with_mode(0o666).unwrap_err();
         assert!(with_causes(&everybody).contains("SocketMode=0660"), "{everybody:?}");
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();

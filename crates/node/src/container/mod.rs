@@ -30,6 +30,7 @@ mod streams;
 mod tests;
 
 use std::fs;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -326,7 +327,7 @@ impl<'a> Containers<'a> {
         Ok(found)
     }
 
-    /// A process of a cgroup or of its children, which a container that may makes.
+    /// A process of a cgroup or of those below it, which a container makes if it is allowed to.
     fn process_below(&self, cgroup: &str) -> Result<Option<u32>> {
         let mut left: Vec<PathBuf> = self.cgroup_dirs(cgroup)?.collect();
         while let Some(dir) = left.pop() {
@@ -334,9 +335,16 @@ impl<'a> Containers<'a> {
             if let Some(pid) = text.lines().find_map(|line| line.parse().ok()) {
                 return Ok(Some(pid));
             }
-            let entries = fs::read_dir(&dir).into_iter().flatten().flatten();
-            let children = entries.filter(|it| it.file_type().is_ok_and(|kind| kind.is_dir()));
-            left.extend(children.map(|child| child.path()));
+            let entries = match fs::read_dir(&dir) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                other => other.at("listing", &dir)?,
+            };
+            for entry in entries {
+                let entry = entry.at("listing", &dir)?;
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    left.push(entry.path());
+                }
+            }
         }
         Ok(None)
     }
@@ -402,14 +410,14 @@ fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
     read_json(&dir.join("container.json")).map_err(|error| RunError::Record(error.into()))
 }
 
-/// Reads a file of the kernel's; `None` if it, its process or its cgroup is gone. Any other error says nothing about the
-/// container.
+/// Reads a file of the kernel's; `None` if it, its process or its cgroup is gone, or if it is a threaded cgroup's, whose
+/// processes a cgroup above it lists. Any other error says nothing about the container.
 fn read_unless_gone(path: &Path) -> Result<Option<String>, MountError> {
     match kernel_text::read(path) {
         Err(error)
             if matches!(
                 Errno::from_io_error(&error),
-                Some(Errno::NOENT | Errno::NOTDIR | Errno::SRCH | Errno::NODEV)
+                Some(Errno::NOENT | Errno::NOTDIR | Errno::SRCH | Errno::NODEV | Errno::OPNOTSUPP)
             ) =>
         {
             Ok(None)

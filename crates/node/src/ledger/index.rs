@@ -240,8 +240,8 @@ impl Index {
         }
     }
 
-    /// Notes how much of the metadata images and packs of a trust domain is resident, by image. One of
-    /// whose files not all could be looked at keeps its figure if that is larger.
+    /// Notes how much of the metadata images and packs of a trust domain is resident, by image. One
+    /// with a file that could not be looked at keeps its last figure if that was larger.
     pub(super) fn set_metadata_bytes(
         &mut self,
         number: usize,

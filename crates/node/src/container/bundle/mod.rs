@@ -43,6 +43,9 @@ mod seccomp;
 pub(super) use mounts::volumes_with_directory;
 pub use mounts::{is_hidden, is_scratch};
 
+/// Volumes that an image may have.
+const VOLUMES_MAX: usize = 1000;
+
 /// Bytes of a host name that is made of a directory's; the kernel takes 64.
 const HOST_NAME_MAX: usize = 63;
 
@@ -96,8 +99,8 @@ pub enum BundleError {
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
     LinkedMountPoint(&'static str),
-    /// Each mount is looked for among all others.
-    #[error("the image has {0} volumes, more than a container can have mounted")]
+    /// Each is looked for among all others.
+    #[error("the image has {0} volumes: with a read-only root at most {VOLUMES_MAX} are mounted")]
     TooManyVolumes(usize),
     /// A link leads a volume to a mount of the container's own.
     #[error("volume `{0}`: a link leads it to /, or into /proc, /sys or /dev")]

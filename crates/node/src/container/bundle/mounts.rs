@@ -11,14 +11,11 @@ use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::rootfs::{PSEUDO_PATHS, Rootfs, is_pseudo, link_in};
-use super::{Bind, BundleError, ImageConfig, Options, Place, Result, plain_path};
+use super::{Bind, BundleError, ImageConfig, Options, Place, Result, VOLUMES_MAX, plain_path};
 use crate::mount::At as _;
 
 /// Directories that programs expect to be writable: in memory if the root is read-only.
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
-
-/// Volumes that an image may have.
-const VOLUMES_MAX: usize = 1000;
 
 /// No tmpfs gets a smaller size: one of 0 would have no limit.
 const SCRATCH_BYTES_MIN: u64 = 64 << 10;
@@ -123,16 +120,20 @@ impl Mounts<'_> {
         scratch.dedup_by(|one, other| one.0 == other.0);
         // The runtime copies what the image has there, runc before it sets the limit of memory. Without
         // a size each may take half of the machine's.
-        let halved = rustix::system::sysinfo();
-        let halved = halved.totalram as u64 * u64::from(halved.mem_unit) / 2;
-        let size = self.options.memory_bytes.filter(|bytes| *bytes < halved);
-        let size = size.map(|bytes| format!(",size={}", bytes.max(SCRATCH_BYTES_MIN)));
-        let size = size.unwrap_or_default();
+        let size = self.scratch_bytes().map(|bytes| format!(",size={bytes}")).unwrap_or_default();
         for (destination, mode) in scratch {
             let options = format!("nosuid,nodev,tmpcopyup,{mode}{size}");
             self.add(&destination, "tmpfs", "tmpfs", &options);
         }
         Ok(())
+    }
+
+    /// What each directory in memory may hold, if that is less than half of the machine's memory.
+    fn scratch_bytes(&self) -> Option<u64> {
+        let machine = rustix::system::sysinfo();
+        let half = machine.totalram as u64 * u64::from(machine.mem_unit) / 2;
+        let limit = self.options.memory_bytes.filter(|limit| *limit < half)?;
+        Some(limit.max(SCRATCH_BYTES_MIN))
     }
 
     /// Where a directory in memory comes to lie in place of one of the image's. There is none at,
@@ -232,18 +233,18 @@ impl Mounts<'_> {
     }
 
     /// Adds mounts of one kind. Of those in each other the one above comes first, and which that is may
-    /// depend on links in those before it. `hides` says what to do about one for which there is no place: it is
-    /// left out, or that is an error. One without a destination is left out, too.
+    /// depend on links in those before it. One without a destination is left out; `at_one_place` says whether
+    /// that is an error for one where another one lies already.
     fn add_in_order<T: Copy>(
         &mut self,
         mut wanted: Vec<T>,
         destination_of: impl Fn(&mut Self, T) -> Result<Option<String>>,
         add: impl Fn(&mut Self, T, &str) -> Result<()>,
-        hides: impl Fn(T, &Path) -> Result<()>,
+        at_one_place: impl Fn(T, &Path) -> Result<()>,
     ) -> Result<()> {
         let first = self.list.len();
         let mut tries_left = wanted.len();
-        // As many of them are in the list.
+        // `wanted[..at]` are in the list.
         let mut at = 0;
         while let Some(this) = wanted.get(at).copied() {
             let Some(destination) = destination_of(self, this)? else {
@@ -259,9 +260,13 @@ impl Mounts<'_> {
                     add(self, this, &destination)?;
                     at += 1;
                 }
-                Some((_, there)) if there == Path::new(&destination) || tries_left == 0 => {
-                    hides(this, there)?;
+                Some((_, there)) if there == Path::new(&destination) => {
+                    at_one_place(this, there)?;
                     wanted.remove(at);
+                }
+                // Each would have to be first.
+                Some((_, there)) if tries_left == 0 => {
+                    return Err(BundleError::Hides { hidden: there.into(), volume: destination });
                 }
                 Some((number, _)) => {
                     // Again from there, with this one before the other.
@@ -450,18 +455,16 @@ fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = volumes.held.join(&name);
     let shown = volumes.shown.join(&name);
-    // No volume has this name.
-    let (aside, aside_shown) = (volumes.held.join("%new"), volumes.shown.join("%new"));
-    for (path, shown) in
-        [(volumes.held, volumes.shown), (&directory, &shown), (&aside, &aside_shown)]
-    {
+    for (path, shown) in [(volumes.held, volumes.shown), (&directory, &shown)] {
         if path.symlink_metadata().is_ok_and(|found| !found.is_dir()) {
             let path = shown.to_owned();
             return Err(BundleError::Unsafe { path, why: "it is no directory" });
         }
     }
     if !directory.exists() {
-        // One that was begun and not finished is taken up again. For root alone, because of set-user-ID programs that a container puts there.
+        // Whole, or under a name that no volume has.
+        let aside = volumes.held.join(format!("%new-{}", std::process::id()));
+        // For root alone, because of set-user-ID programs that a container puts there.
         let mut private = fs::DirBuilder::new();
         private.recursive(true).mode(0o700).create(&aside).at("creating", &aside)?;
         let have = fs::metadata(&aside).at("reading", &aside)?;
