@@ -466,7 +466,9 @@ fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
         let aside = volumes.held.join(format!("%new-{}", std::process::id()));
         // For root alone, because of set-user-ID programs that a container puts there.
         let mut private = fs::DirBuilder::new();
-        private.recursive(true).mode(0o700).create(&aside).at("creating", &aside)?;
+        private.mode(0o700).recursive(true).create(volumes.held).at("creating", volumes.held)?;
+        // It follows no link that somebody left there.
+        private.recursive(false).create(&aside).at("creating", &aside)?;
         let have = fs::metadata(&aside).at("reading", &aside)?;
         if (have.uid(), have.gid()) != (like.st_uid, like.st_gid) {
             std::os::unix::fs::chown(&aside, Some(like.st_uid), Some(like.st_gid))
