@@ -81,7 +81,23 @@ impl Superblocks {
         let Some(superblock) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
         superblock.layer_devices.push((device, layer));
         // A process can swap what it maps: it shall not take another superblock's files over.
-        self.by_file_device.entry(device).or_insert(slot);
+        let holder = *self.by_file_device.entry(device).or_insert(slot);
+        if holder != slot && self.is_gone(holder) {
+            self.by_file_device.insert(device, slot);
+        }
+    }
+
+    /// Whether a superblock is not where it was seen, so that others may have its device numbers. While
+    /// an opened file of it waits to be noted, it keeps them.
+    fn is_gone(&self, slot: usize) -> bool {
+        match self.slots.get(slot).and_then(Option::as_ref) {
+            Some(Superblock { place: Place::Mounted(path, _), device, .. }) => {
+                let found = open_directory(path, *device);
+                found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+            }
+            Some(_) => false,
+            None => true,
+        }
     }
 }
 
