@@ -91,8 +91,6 @@ pub(super) struct IndexedDomain {
     /// Resident bytes of metadata images and packs, also of bases, which are not in `images` unless they
     /// have a name.
     metadata: HashMap<Digest, u64>,
-    /// Their sum.
-    pub(super) metadata_bytes: u64,
 }
 
 /// What of the files that an image is mounted from is resident.
@@ -137,8 +135,12 @@ impl IndexedDomain {
             names: HashMap::new(),
             deltas: HashMap::new(),
             metadata: HashMap::new(),
-            metadata_bytes: 0,
         }
+    }
+
+    /// Resident bytes of what its images are mounted from.
+    pub(super) fn metadata_bytes(&self) -> u64 {
+        self.metadata.values().sum()
     }
 
     /// The names of an image, sorted.
@@ -247,8 +249,7 @@ impl Index {
         number: usize,
         of_images: &HashMap<Digest, MetadataBytes>,
     ) {
-        let IndexedDomain { images, deltas, metadata, metadata_bytes, .. } =
-            &mut self.domains[number];
+        let IndexedDomain { images, deltas, metadata, .. } = &mut self.domains[number];
         let known = std::mem::take(metadata);
         metadata.extend(of_images.iter().map(|(digest, counted)| {
             let before = known.get(digest).filter(|_| !counted.is_whole);
@@ -258,7 +259,6 @@ impl Index {
         for (digest, image) in images {
             image.metadata_bytes = bytes(digest) + deltas.get(digest).map_or(0, bytes);
         }
-        *metadata_bytes = metadata.values().sum();
     }
 
     /// Objects have numbers below this one.

@@ -121,7 +121,7 @@ impl Reported<'_> {
                     used_bytes: sums.used,
                     shared_bytes: sums.shared,
                     saved_bytes: whole(sums.saved),
-                    metadata_bytes: domain.metadata_bytes,
+                    metadata_bytes: domain.metadata_bytes(),
                     commons_bytes: self.commons_bytes(0),
                     ..DomainAccount::default()
                 }
