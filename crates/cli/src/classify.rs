@@ -374,7 +374,7 @@ fn of_bundle(error: &BundleError) -> Classified {
         BundleError::NoCommand => hint(Exit::Usage, "say what to run, after `--`"),
         BundleError::MissingMountPoint(_) => hint(
             Exit::Failure,
-            "--rw lets it be made, and so does --writable of a directory above it: see --help; or add it to the image, or to the host's directory behind a read-only volume",
+            "use --rw, or --writable with a directory above it (see --help), or add it to the image, or to the host's directory behind a read-only volume",
         ),
         BundleError::UnknownAccount { .. } => {
             hint(Exit::NotFound, "--user UID:GID takes numbers, which need no account")

@@ -302,7 +302,7 @@ fn problem_of(socket: &OwnedFd) -> rustix::io::Result<Option<&'static str>> {
     Ok(match rustix::fs::stat(path) {
         // It may have another name by now, or be in another mount namespace.
         Err(_) => Some(
-            "who may connect to it is not known, since its file is not there: restart its unit",
+            "who may connect to it is not known, since its path does not lead to it: restart its unit",
         ),
         Ok(found) if Mode::from_raw_mode(found.st_mode).contains(Mode::WOTH) => Some(
             "every user of the machine may connect to it: it needs SocketMode=0660 or stricter",
@@ -378,7 +378,7 @@ mod tests {
         let moved = UnixListener::bind(dir.path().join("moved")).unwrap();
         std::fs::remove_file(dir.path().join("moved")).unwrap();
         let moved = passed(moved.into(), &Auth::for_test(None)).unwrap_err();
-        assert!(with_causes(&moved).contains("its file is not there"), "{moved:?}");
+        assert!(with_causes(&moved).contains("its path does not lead to it"), "{moved:?}");
         let everybody = with_mode(0o666).unwrap_err();
         assert!(with_causes(&everybody).contains("SocketMode=0660"), "{everybody:?}");
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();

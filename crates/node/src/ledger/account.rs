@@ -82,9 +82,9 @@ pub struct Unknown {
     /// Images that cannot be read, and directories of images, refs or trust domains that cannot be
     /// listed.
     pub images: u64,
-    /// Objects that could not be looked at in the last round, and files of metadata images and packs
-    /// ([`metadata_bytes`](DomainAccount::metadata_bytes)). Their figures are older; a missing object
-    /// has no resident bytes.
+    /// Objects that could not be looked at in the last round, files of metadata images and packs
+    /// ([`metadata_bytes`](DomainAccount::metadata_bytes)), and trust domains whose images could not be
+    /// listed. Their figures are older; a missing object has no resident bytes.
     pub objects: u64,
     /// Opened files that could not be looked at, or be noted.
     pub files: u64,

@@ -77,9 +77,7 @@ fn what_is_opened_right_after_a_mount_is_seen() {
 }
 
 /// The ledger lost without a word which files a container opened of an image that had been imported
-/// since the last refresh. A reclaim of another container then dropped them. Beside other programs that mount,
-/// opens on the writable mount were taken for those of the image that was unmounted before it: its files had got
-/// that one's device number (16 of 279 runs).
+/// since the last refresh. A reclaim of another container then dropped them.
 #[test]
 fn what_is_opened_of_a_new_image_is_seen() {
     let test = "what_is_opened_of_a_new_image_is_seen";
@@ -110,6 +108,47 @@ fn what_is_opened_of_a_new_image_is_seen() {
         pair.umount(&new);
     }
     pair.umount(&known);
+}
+
+/// The files of a mount got the device number of an image that had been unmounted since the last refresh, and
+/// opens of them were taken for that image's, or for nobody's. The first mend asked whether the image's mount
+/// is still there, which the kernel does not answer from its cache where the run directory is a tmpfs.
+#[test]
+fn a_device_number_is_the_newer_mounts() {
+    let test = "a_device_number_is_the_newer_mounts";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let pair = Pair::new();
+    let tmpfs = |name: &str| {
+        let path = pair.dir.path().join(name);
+        fs::create_dir_all(&path).unwrap();
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("none", &path, "tmpfs", flags, Some(c"mode=700")).unwrap();
+        path
+    };
+    tmpfs("run");
+    let Some(mut ledger) = watched(test, &pair) else { return };
+    let free = |other: &PathBuf| {
+        rustix::mount::unmount(other, rustix::mount::UnmountFlags::empty()).unwrap();
+    };
+    // The kernel gives the lowest number that is free.
+    for freed in 0..5 {
+        let others = [0, 1, 2, 3].map(|number| tmpfs(&number.to_string()));
+        let old = pair.mount(0, "old", Access::ReadOnly);
+        ledger.refresh(&Budget::UNLIMITED).unwrap();
+        pair.umount(&old);
+        others[..freed].iter().for_each(free);
+        let new = pair.mount(1, "new", Access::Writable);
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
+        let opener = Holder::opener(&new.join("deep/own"), &group);
+        fs::read(new.join("deep/own")).unwrap();
+        assert_eq!(users(&mut ledger, &pair), [0, 0, 1], "{freed} lower numbers are free");
+        drop(opener);
+        pair.umount(&new);
+        others[freed..].iter().for_each(free);
+        ledger.refresh(&Budget::UNLIMITED).unwrap();
+        pair.forget_all();
+    }
 }
 
 /// Objects of an image that came after the start of the daemon counted as opened before it, by somebody unknown:

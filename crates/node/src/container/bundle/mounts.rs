@@ -233,8 +233,8 @@ impl Mounts<'_> {
     }
 
     /// Adds mounts of one kind. Of those in each other the one above comes first, and which that is may
-    /// depend on links in those before it. One without a destination is left out; `at_one_place` says whether
-    /// that is an error for one where another one lies already.
+    /// depend on links in those before it. One without a destination is left out. So is the later one of two with
+    /// the same destination, if `at_one_place` allows it.
     fn add_in_order<T: Copy>(
         &mut self,
         mut wanted: Vec<T>,
@@ -264,7 +264,7 @@ impl Mounts<'_> {
                     at_one_place(this, there)?;
                     wanted.remove(at);
                 }
-                // Each would have to be first.
+                // The order goes in a circle.
                 Some((_, there)) if tries_left == 0 => {
                     return Err(BundleError::Hides { hidden: there.into(), volume: destination });
                 }
@@ -467,7 +467,8 @@ fn volume(volumes: &Place<'_>, root: &Rootfs, path: &str) -> Result<String> {
         // For root alone, because of set-user-ID programs that a container puts there.
         let mut private = fs::DirBuilder::new();
         private.mode(0o700).recursive(true).create(volumes.held).at("creating", volumes.held)?;
-        // It follows no link that somebody left there.
+        // A process that was killed may have left an empty one. No link is followed.
+        let _ = fs::remove_dir(&aside);
         private.recursive(false).create(&aside).at("creating", &aside)?;
         let have = fs::metadata(&aside).at("reading", &aside)?;
         if (have.uid(), have.gid()) != (like.st_uid, like.st_gid) {

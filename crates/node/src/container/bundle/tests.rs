@@ -232,8 +232,10 @@ fn a_read_only_root_gets_scratch_and_volumes() {
     let data = fs::canonicalize(bundle.path()).unwrap().join("volumes/data");
     assert_eq!(at("/data").unwrap()["source"], data.to_str().unwrap());
     assert!(data.is_dir());
-    // A process that was killed left a volume without its mode, and the next one took it as it was.
+    // A process that was killed left a volume without its mode, and the next one took it as it was. One
+    // that left it aside kept the next one with its number from making any.
     fs::remove_dir(&data).unwrap();
+    fs::create_dir(data.with_file_name(format!("%new-{}", std::process::id()))).unwrap();
     make().unwrap();
     assert_eq!(data.metadata().unwrap().permissions().mode() & 0o7777, 0o755);
     assert_eq!(fs::read_dir(data.parent().unwrap()).unwrap().count(), 1);

@@ -74,30 +74,20 @@ impl Superblocks {
             superblock.layer_devices.iter().all(|(_, known)| known != layer)
         };
         let new: Vec<_> = devices.into_iter().filter(is_new).collect();
-        new.into_iter().for_each(|(device, layer)| self.learn_device(slot, device, layer));
-    }
-
-    pub(super) fn learn_device(&mut self, slot: usize, device: Device, layer: usize) {
-        let Some(superblock) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
-        superblock.layer_devices.push((device, layer));
-        // A process can swap what it maps: it shall not take another superblock's files over.
-        let holder = *self.by_file_device.entry(device).or_insert(slot);
-        if holder != slot && self.is_gone(holder) {
+        for (device, layer) in new {
+            superblock.layer_devices.push((device, layer));
+            // Its mount has just shown such a file. So another superblock that had this number has gone,
+            // and no opened file of that one waits to be noted: it would keep the number.
             self.by_file_device.insert(device, slot);
         }
     }
 
-    /// Whether a superblock is not where it was seen, so that others may have its device numbers. While
-    /// an opened file of it waits to be noted, it keeps them.
-    fn is_gone(&self, slot: usize) -> bool {
-        match self.slots.get(slot).and_then(Option::as_ref) {
-            Some(Superblock { place: Place::Mounted(path, _), device, .. }) => {
-                let found = open_directory(path, *device);
-                found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
-            }
-            Some(_) => false,
-            None => true,
-        }
+    /// Learns the device of a layer from a file that a process maps or opened.
+    pub(super) fn learn_device(&mut self, slot: usize, device: Device, layer: usize) {
+        let Some(superblock) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
+        superblock.layer_devices.push((device, layer));
+        // A process can swap what it maps: it shall not take another superblock's files over.
+        self.by_file_device.entry(device).or_insert(slot);
     }
 }
 
