@@ -96,7 +96,7 @@ impl Images {
 
     /// Starts more containers than there is time for, and returns when some exist.
     fn start(&self, variant: &str) -> Child {
-        let mut command = self.command(&["--containers", "10000", "--variants", variant]);
+        let mut command = self.command(&["--containers", "2000", "--variants", variant]);
         let mut child = command.spawn().unwrap();
         let container = self.dir.path().join("work/density").join(variant).join("20");
         wait_for(&mut child, || container.exists());

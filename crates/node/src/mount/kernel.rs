@@ -342,6 +342,9 @@ impl Overlay<'_> {
             // Metacopy says that an object's data is elsewhere, redirect says where.
             context.string("metacopy", "on")?;
             context.string("redirect_dir", "on")?;
+            // Some kernels compose inode numbers by default. Then no `st_dev` tells which layer a file is
+            // in, and the ledger needs it.
+            context.string("xino", "off")?;
             if self.verity {
                 context.string("verity", "require")?;
             }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, LAYERS_MAX};
-use cofolio_sys::mount::mount_id;
+use cofolio_sys::mount::{MountId, mount_id};
 use rustix::fs::{AtFlags, StatxFlags};
 use rustix::io::Errno;
 
@@ -32,6 +32,8 @@ pub(crate) struct ShownSuperblock {
     pub(crate) upper: Option<PathBuf>,
     /// Major and minor number.
     pub(crate) device: (u32, u32),
+    /// Number of the mount there. No other one gets it, before Linux 6.8 none at the same time.
+    pub(crate) mount: u64,
 }
 
 /// The superblocks that read-only mounts share, as far as they could be looked at.
@@ -68,8 +70,8 @@ impl MountRecord {
             opened => opened.at("look at", path).map(Some),
         };
         let Some(root) = open(&self.target)? else { return Ok(None) };
-        let found = mount_id(root, "").at("look at", &self.target)?;
-        if !found.is_root || !mount.is(found.id, found.unique) {
+        let at_target = mount_id(root, "").at("look at", &self.target)?;
+        if !at_target.is_root || !mount.is(at_target.id, at_target.unique) {
             return Ok(None);
         }
         let inside = upper.dirs.first().map(|dir| sparse::below(dir).to_owned());
@@ -93,6 +95,7 @@ impl MountRecord {
             inside,
             upper: Some(upper.dir.join("upper")),
             device,
+            mount: number(&at_target),
         }))
     }
 
@@ -182,12 +185,13 @@ impl SharedSuperblocks {
             Backend::Overlay => OVERLAY_MAGIC,
             Backend::InodeShare => EROFS_MAGIC,
         };
-        let look = || -> Result<Option<(u32, u32)>, MountError> {
-            let Some(root) = mounted_root(&path, magic)? else { return Ok(None) };
-            Ok(Some(numbers(rustix::fs::fstat(root).at("look at", &path)?.st_dev)))
+        let look = || {
+            let Some(root) = mounted_root(&path, magic)? else { return Ok::<_, MountError>(None) };
+            let mount = number(&mount_id(&root, "").at("look at", &path)?);
+            Ok(Some((numbers(rustix::fs::fstat(root).at("look at", &path)?.st_dev), mount)))
         };
         match look() {
-            Ok(Some(device)) => self.found.push(ShownSuperblock {
+            Ok(Some((device, mount))) => self.found.push(ShownSuperblock {
                 domain: domain.to_owned(),
                 image,
                 backend,
@@ -196,11 +200,16 @@ impl SharedSuperblocks {
                 inside: PathBuf::new(),
                 upper: None,
                 device,
+                mount,
             }),
             Ok(None) => {}
             Err(_) => self.failed.push(path),
         }
     }
+}
+
+fn number(mount: &MountId) -> u64 {
+    mount.unique.unwrap_or(mount.id)
 }
 
 fn numbers(device: u64) -> (u32, u32) {

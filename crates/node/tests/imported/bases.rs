@@ -1,8 +1,10 @@
 //! Bases of images with layers in common: where they are, and that an image over its base is the image.
 
 use std::collections::BTreeMap;
+use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use cofolio_image::compose::base::Based;
@@ -16,6 +18,7 @@ use cofolio_store::{Digest, FileKind, FileName, GcOptions};
 use cofolio_sys::cache::{FileMap, page_size};
 use rustix::fs::{Advice, fadvise};
 use rustix::io::pread;
+use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::support::*;
 
@@ -318,6 +321,98 @@ fn the_ledger_knows_files_of_a_base_that_only_later_images_use() {
         ledger.sample_all().unwrap();
     }
     mounter.umount(&before, &UmountOptions::default()).unwrap();
+}
+
+/// Opened files of a base were in no account. The number that tells a file of the base was learnt from one file of it:
+/// here another layer has removed that. And it was not learnt again for a view that was mounted anew and had
+/// the same number as before, but other ones for its layers.
+#[test]
+fn the_ledger_sees_opened_files_of_a_base() {
+    let test = "the_ledger_sees_opened_files_of_a_base";
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("SKIP {test}: needs root");
+    }
+    let bench = Bench::new();
+    let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
+    let own = |name: &str| Tar::new().dir("etc").file("etc/name", name.as_bytes());
+    let removed = (0..1000).map(|number| format!("one/.wh.file{number}"));
+    let a = Blob::gzip(&removed.fold(own("a"), |tar, path| tar.file(&path, b"")).end());
+    let b = Blob::gzip(&own("b").end());
+    let (image, _) = import(&bench, "first", &[&one, &two, &a]);
+    import(&bench, "second", &[&one, &two, &b]);
+    assert!(base_of(&bench, &image).is_some());
+    let run = || RunDir::open(bench.path("run")).unwrap();
+    let mounter = Mounter::new(&bench.domain, run(), &ImageContents);
+    let request = MountRequest::new(image, bench.path("mnt"));
+    let request = MountRequest { create_target: true, ..request };
+    let mut ledger = Ledger::new(bench.domain.store().clone(), run());
+    ledger.refresh(&Budget::UNLIMITED).unwrap();
+    if let Err(error) = ledger.watch_opens() {
+        return eprintln!("SKIP {test}: {error}");
+    }
+    // Every second one of the lowest numbers is free.
+    let others = Others(bench.path("others"));
+    (0..16).for_each(|number| others.mount(number));
+    (1..16).step_by(2).for_each(|number| others.umount(number));
+    for number in (0..16).step_by(2) {
+        let before = match mounter.mount(&request) {
+            Ok(record) => record.target,
+            Err(error) => return eprintln!("SKIP {test}: {error}"),
+        };
+        let view = std::fs::metadata(&before).unwrap().dev();
+        ledger.sample_all().unwrap();
+        mounter.umount(&before, &UmountOptions::default()).unwrap();
+        // The kernel gives the lowest number that is free. So the numbers from this one on move.
+        others.umount(number);
+        let target = mounter.mount(&request).unwrap().target;
+        ledger.sample_all().unwrap();
+        std::thread::sleep(Duration::from_millis(200));
+        let path = format!("two/file{}", number + 1);
+        // What the ledger's own process opens is nobody's use.
+        let mut opener = Command::new("sh");
+        opener.args(["-c", "exec 3<\"$0\" && cat <&3 && read x"]).arg(target.join(&path));
+        let mut opener = opener.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        opener.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+        ledger.drain_opens(&Budget::UNLIMITED).unwrap();
+        ledger.sample_all().unwrap();
+        let files =
+            ledger.files("default", &image, FileOrder::Path, usize::MAX).unwrap().unwrap().files;
+        let is_used = files.iter().any(|file| file.path[1..] == path && file.users > 0);
+        let is_again = std::fs::metadata(&target).unwrap().dev() == view;
+        assert!(is_used, "{path}, the view's number is the one before: {is_again}");
+        opener.kill().unwrap();
+        opener.wait().unwrap();
+        mounter.umount(&target, &UmountOptions::default()).unwrap();
+        ledger.refresh(&Budget::UNLIMITED).unwrap();
+        others.mount(number);
+    }
+}
+
+/// Filesystems that hold device numbers.
+struct Others(PathBuf);
+
+impl Others {
+    fn at(&self, number: usize) -> PathBuf {
+        self.0.join(number.to_string())
+    }
+
+    fn mount(&self, number: usize) {
+        std::fs::create_dir_all(self.at(number)).unwrap();
+        let flags = MountFlags::empty();
+        rustix::mount::mount("none", self.at(number), "tmpfs", flags, None).unwrap();
+    }
+
+    fn umount(&self, number: usize) {
+        rustix::mount::unmount(self.at(number), UnmountFlags::empty()).unwrap();
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        for other in std::fs::read_dir(&self.0).into_iter().flatten().flatten() {
+            let _ = rustix::mount::unmount(other.path(), UnmountFlags::DETACH);
+        }
+    }
 }
 
 /// Figures were asked for in the middle of a round over all objects, and those that it had looked

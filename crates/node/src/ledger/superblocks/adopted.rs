@@ -256,10 +256,18 @@ impl Superblocks {
         // The claim had more layers than there are.
         let number =
             |layer: usize| layers.iter().position(|it| Arc::ptr_eq(it, &superblock.layers[layer]));
-        let devices = superblock.layer_devices.iter();
-        superblock.layer_devices =
-            devices.filter_map(|(device, layer)| Some((*device, number(*layer)?))).collect();
+        let (known, of_others): (Vec<_>, Vec<_>) =
+            superblock.layer_devices.iter().partition(|(_, layer)| number(*layer).is_some());
+        superblock.layer_devices = known
+            .into_iter()
+            .filter_map(|(device, layer)| Some((device, number(layer)?)))
+            .collect();
         superblock.layers = layers.to_vec();
+        for (device, _) in of_others {
+            if device != shown.device && self.by_file_device.get(&device) == Some(&slot) {
+                self.by_file_device.remove(&device);
+            }
+        }
         Some(slot)
     }
 }

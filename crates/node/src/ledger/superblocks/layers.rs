@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Dir, FileType, OFlags};
 use rustix::io::Errno;
@@ -36,17 +36,18 @@ impl Superblock {
 
     /// A file of each layer that has one where it is looked for, with the layer.
     fn sample(&self, index: &Index) -> io::Result<Vec<(Device, usize)>> {
-        let Place::Mounted(path, inside) = &self.place else { return Ok(Vec::new()) };
-        let root = open_directory(path, self.device)?;
+        let Place::Mounted(top, inside) = &self.place else { return Ok(Vec::new()) };
+        let root = open_directory(top, self.device)?;
         let mut devices = Vec::new();
         for (number, layer) in self.layers.iter().enumerate() {
-            let is_it = |found: &Found| {
+            let is_it = |path: &Path, found: &Found| {
                 let object = layer.get(index, found.inode).and_then(|id| index.object(id));
                 object.is_some_and(|object| object.size == found.size)
-                    && self.upper.as_ref().is_none_or(|upper| upper.device != found.device)
+                    // A file of the container's own may have the number and size.
+                    && self.is_changed(|| Some(top.join(path))) != Some(true)
             };
             let found = match inside.as_os_str().is_empty() {
-                true => look_below(&root, &layer.sample)?.filter(is_it),
+                true => sample_of(&root, &layer.samples, is_it)?,
                 // Elsewhere the mount shows files of another superblock.
                 false => sample_below(&root, is_it)?,
             };
@@ -76,8 +77,8 @@ impl Superblocks {
         let new: Vec<_> = devices.into_iter().filter(is_new).collect();
         for (device, layer) in new {
             superblock.layer_devices.push((device, layer));
-            // Its mount has just shown such a file. So another superblock that had this number has gone,
-            // and no opened file of that one waits to be noted: it would keep the number.
+            // A number has one owner, and the mount has just shown that it is this one. Another one that
+            // had it has gone, and with it its opened files: one that waits to be noted would keep it.
             self.by_file_device.insert(device, slot);
         }
     }
@@ -110,17 +111,36 @@ fn look_below(directory: &OwnedFd, path: &Path) -> rustix::io::Result<Option<Fou
     }
 }
 
+/// The first of these files that is an object.
+fn sample_of(
+    root: &OwnedFd,
+    paths: &[PathBuf],
+    is_it: impl Fn(&Path, &Found) -> bool,
+) -> io::Result<Option<Found>> {
+    for path in paths {
+        let found = look_below(root, path)?.filter(|found| is_it(path, found));
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
 /// A file of a directory, or of a directory in it, that is an object.
-fn sample_below(root: &OwnedFd, is_it: impl Fn(&Found) -> bool) -> io::Result<Option<Found>> {
+fn sample_below(
+    root: &OwnedFd,
+    is_it: impl Fn(&Path, &Found) -> bool,
+) -> io::Result<Option<Found>> {
     const LOOKED_AT_MAX: usize = 1000;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY;
     let mut left = LOOKED_AT_MAX;
-    let mut look_in = |directory: &OwnedFd, below: &mut Vec<OsString>| {
+    let mut look_in = |directory: &OwnedFd, path: &Path, below: &mut Vec<OsString>| {
         for entry in Dir::read_from(directory)?.flatten().take(left) {
             left -= 1;
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
             if entry.file_type() == FileType::RegularFile {
-                let found = look_below(directory, Path::new(name))?.filter(&is_it);
+                let found = look_below(directory, Path::new(name))?;
+                let found = found.filter(|found| is_it(&path.join(name), found));
                 if found.is_some() {
                     return Ok(found);
                 }
@@ -131,10 +151,10 @@ fn sample_below(root: &OwnedFd, is_it: impl Fn(&Found) -> bool) -> io::Result<Op
         Ok(None)
     };
     let (top, mut below) = (open_below(root, ".", flags)?, Vec::new());
-    let mut found: rustix::io::Result<_> = look_in(&top, &mut below);
+    let mut found: rustix::io::Result<_> = look_in(&top, Path::new(""), &mut below);
     for name in below {
         if let (Ok(None), Ok(directory)) = (&found, open_below(&top, &name, flags)) {
-            found = look_in(&directory, &mut Vec::new());
+            found = look_in(&directory, Path::new(&name), &mut Vec::new());
         }
     }
     Ok(found?)

@@ -8,8 +8,8 @@
 //!   device ──▶ superblock ──▶ layer ──▶ inode number ──▶ object
 //! ```
 //!
-//! A file of a writable mount may be a new one, whose `st_dev` is that of the directory of changes,
-//! or a changed one, which lies in that directory. Neither is an object.
+//! A file of a writable mount may be a new one or a changed one. Both lie in the directory of changes,
+//! and have an `st_dev` of their own, which overlayfs makes up. Neither is an object.
 //!
 //! Read-only mounts of an image are one superblock. So "mount" in the usage lists means a superblock,
 //! as it does in the kernel's own lists.
@@ -95,8 +95,8 @@ pub(super) struct Superblock {
     layer_devices: Vec<(Device, usize)>,
     /// Unlike its slot, no other one gets it.
     serial: u64,
-    /// Whether files of it were looked at to learn `layer_devices`. Files that processes map or
-    /// open tell the rest.
+    /// Whether files of it were looked at to learn `layer_devices`. Files that processes map tell the
+    /// rest; until then opened files of such a layer are not seen.
     is_sampled: bool,
     /// Whether the files that are opened on it are noted.
     is_marked: bool,
@@ -271,9 +271,6 @@ impl Superblocks {
     /// The object behind a file that was not copied up.
     fn identify(&mut self, slot: usize, found: Found, index: &Index) -> Option<ObjectId> {
         let superblock = self.slots.get(slot)?.as_ref()?;
-        if superblock.upper.as_ref().is_some_and(|upper| upper.device == found.device) {
-            return None;
-        }
         let (layer, object) = superblock.layer_of(index, found)?;
         index.object(object).filter(|object| object.size == found.size)?;
         if !superblock.layer_devices.iter().any(|(device, _)| *device == found.device) {

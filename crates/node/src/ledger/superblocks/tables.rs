@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use cofolio_image::compose::named_objects::{object_of, open_image};
@@ -25,8 +25,9 @@ pub(super) struct Inodes {
     domain: u16,
     /// Sorted by inode number.
     objects: Box<[(u32, ShortDigest)]>,
-    /// The path of a file with an object, relative to the root.
-    pub(super) sample: PathBuf,
+    /// Paths of files with objects, relative to the root, the shortest first. They are in different
+    /// directories of the root: a layer above may have put another one in the place of each.
+    pub(super) samples: Box<[PathBuf]>,
     /// Of a pack, sorted, with a path of each relative to the root. Empty for a metadata image.
     paths: Box<[(ShortDigest, Box<Path>)]>,
 }
@@ -35,8 +36,8 @@ impl Inodes {
     /// A table of one file.
     #[cfg(test)]
     pub(super) fn of_one(inode: u32, object: &Digest) -> Self {
-        let (sample, paths) = (PathBuf::new(), Box::default());
-        Self { domain: 0, objects: Box::new([(inode, ShortDigest::of(object))]), sample, paths }
+        let objects = Box::new([(inode, ShortDigest::of(object))]);
+        Self { domain: 0, objects, samples: Box::new([PathBuf::new()]), paths: Box::default() }
     }
 
     /// The object of an inode, if an image of the index names it.
@@ -68,17 +69,11 @@ impl Inodes {
         backend: Backend,
     ) -> Result<Self, BoxError> {
         let domain = &index.domains().get(number as usize).ok_or("no such domain")?.domain;
-        let (mut objects, mut sample) = (Vec::new(), None::<Vec<u8>>);
+        let (mut objects, mut samples) = (Vec::new(), Samples::default());
         let mut add = |nid: u64, path: &[u8], object: &Digest| -> Result<(), BoxError> {
             objects.push((u32::try_from(nid)?, ShortDigest::of(object)));
-            // The fewer directories, the fewer inodes does a look at it cost. A base's object that
-            // no image names is nowhere to be seen.
-            let depth = |path: &[u8]| path.iter().filter(|byte| **byte == b'/').count();
-            if sample.as_ref().is_none_or(|sample| depth(path) < depth(sample))
-                && index.find(number, object).is_some()
-            {
-                sample = Some(path.to_vec());
-            }
+            // A base's object that no image names is nowhere to be seen.
+            samples.add(relative(path), || index.find(number, object).is_some());
             Ok(())
         };
         let mut by_path = HashMap::new();
@@ -99,17 +94,53 @@ impl Inodes {
         }
         let mut paths: Vec<(ShortDigest, Box<Path>)> = Vec::new();
         for (path, object) in &by_path {
-            let path = Path::new(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)));
-            paths.push((ShortDigest::of(object), path.into()));
+            paths.push((ShortDigest::of(object), relative(path).into()));
         }
         paths.sort_unstable();
         paths.dedup_by_key(|(object, _)| *object);
         objects.sort_unstable();
         objects.dedup();
-        let sample = sample.unwrap_or_default();
-        let sample = Path::new(OsStr::from_bytes(sample.strip_prefix(b"/").unwrap_or(&sample)));
         let (objects, paths) = (objects.into(), paths.into());
-        Ok(Self { domain: number, objects, sample: sample.to_owned(), paths })
+        Ok(Self { domain: number, objects, samples: samples.sorted(), paths })
+    }
+}
+
+fn relative(path: &[u8]) -> &Path {
+    Path::new(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
+}
+
+/// The directory of the root that a path leads into; none for a file in the root itself.
+fn top_of(path: &Path) -> Option<Component<'_>> {
+    path.parent()?.components().next()
+}
+
+/// The shortest path of each directory of the root, of the first few: the fewer directories, the fewer
+/// inodes does a look at it cost.
+#[derive(Debug, Default)]
+struct Samples(Vec<PathBuf>);
+
+impl Samples {
+    const MAX: usize = 8;
+
+    /// Takes a path, if it is wanted and `is_fit` allows it.
+    fn add(&mut self, path: &Path, is_fit: impl FnOnce() -> bool) {
+        let length = |path: &Path| path.components().count();
+        let known = self.0.iter().position(|known| top_of(known) == top_of(path));
+        let is_wanted = match known {
+            Some(at) => length(path) < length(&self.0[at]),
+            None => self.0.len() < Self::MAX,
+        };
+        if is_wanted && is_fit() {
+            match known {
+                Some(at) => path.clone_into(&mut self.0[at]),
+                None => self.0.push(path.to_owned()),
+            }
+        }
+    }
+
+    fn sorted(mut self) -> Box<[PathBuf]> {
+        self.0.sort_by_key(|path| path.components().count());
+        self.0.into()
     }
 }
 

@@ -3,19 +3,16 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use super::Found;
 use crate::mount::ShownSuperblock;
-use crate::processes::Device;
 
 /// Where the changes of a writable mount are.
 #[derive(Debug)]
 pub(super) struct Upper {
     /// Free of symbolic links.
     pub(super) directory: PathBuf,
-    pub(super) device: Device,
     /// Where it is mounted: paths of processes may begin so.
     target: PathBuf,
     /// The directory of the overlay that is mounted there: empty for the root.
@@ -33,8 +30,7 @@ impl Upper {
     /// `directory` is trusted, unlike what is in it.
     pub(super) fn at(directory: &Path, target: &Path, root: &Path) -> Option<Self> {
         let directory = fs::canonicalize(directory).ok()?;
-        let device = Found::at(CWD, &directory, AtFlags::empty()).ok()?.device;
-        Some(Self { directory, device, target: target.to_owned(), root: root.to_owned() })
+        Some(Self { directory, target: target.to_owned(), root: root.to_owned() })
     }
 
     /// Whether the content of the file at a path was copied up. What has only new attributes still
