@@ -55,7 +55,7 @@ const NO_PROGRAM: u8 = 127;
 /// mount. With --writable some directories of the image can be written to, and the rest cannot. /tmp, /var/tmp and
 /// /run are in memory, with a copy of what the image has there, and the image's volumes are directories of the store
 /// that no --size limits; both are removed with the container. One that lies in a --writable directory is part
-/// of that directory, and one of the three above such a directory is read-only.
+/// of that directory.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
 /// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.

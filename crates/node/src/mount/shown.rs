@@ -32,7 +32,7 @@ pub(crate) struct ShownSuperblock {
     pub(crate) upper: Option<PathBuf>,
     /// Major and minor number.
     pub(crate) device: (u32, u32),
-    /// Number of the mount there. No other one gets it, before Linux 6.8 none at the same time.
+    /// Number of the mount that shows it. Before Linux 6.8 a later mount may get it.
     pub(crate) mount: u64,
 }
 

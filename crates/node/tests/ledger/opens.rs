@@ -113,8 +113,8 @@ fn what_is_opened_of_a_new_image_is_seen() {
 }
 
 /// The files of a mount got the device number of an image that had been unmounted since the last refresh, and
-/// opens of them were taken for that image's, or for nobody's. The first mend asked whether the image's mount
-/// is still there, which the kernel does not answer from its cache where the run directory is a tmpfs.
+/// opens of them were taken for that image's, or for nobody's. The run directory is a tmpfs: there the kernel's
+/// cache does not say that a mount point has gone.
 #[test]
 fn a_device_number_is_the_newer_mounts() {
     let test = "a_device_number_is_the_newer_mounts";

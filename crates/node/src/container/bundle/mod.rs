@@ -99,7 +99,7 @@ pub enum BundleError {
     /// The image has a link in the place of a mount point.
     #[error("the image has a symbolic link at {0}, where the container has a mount of its own")]
     LinkedMountPoint(&'static str),
-    /// Their time grows with the square of their number.
+    /// The time to order them grows with the square of their number.
     #[error("the image has {0} volumes: with a read-only root at most {VOLUMES_MAX} are mounted")]
     TooManyVolumes(usize),
     /// A link leads a volume to a mount of the container's own.

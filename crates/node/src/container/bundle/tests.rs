@@ -233,7 +233,7 @@ fn a_read_only_root_gets_scratch_and_volumes() {
     assert_eq!(at("/data").unwrap()["source"], data.to_str().unwrap());
     assert!(data.is_dir());
     // A process that was killed left a volume without its mode, and the next one took it as it was. One
-    // that left it aside kept the next one with its number from making any.
+    // that was killed before left a directory aside, which the next process with its number refused.
     fs::remove_dir(&data).unwrap();
     fs::create_dir(data.with_file_name(format!("%new-{}", std::process::id()))).unwrap();
     make().unwrap();

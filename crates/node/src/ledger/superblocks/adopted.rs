@@ -253,21 +253,17 @@ impl Superblocks {
         }
         superblock.place = Place::Mounted(shown.path.clone(), shown.inside.clone());
         superblock.upper = Upper::of(shown);
-        // The claim had more layers than there are.
-        let number =
-            |layer: usize| layers.iter().position(|it| Arc::ptr_eq(it, &superblock.layers[layer]));
-        let (known, of_others): (Vec<_>, Vec<_>) =
-            superblock.layer_devices.iter().partition(|(_, layer)| number(*layer).is_some());
-        superblock.layer_devices = known
-            .into_iter()
-            .filter_map(|(device, layer)| Some((device, number(layer)?)))
-            .collect();
         superblock.layers = layers.to_vec();
-        for (device, _) in of_others {
+        // It may be one that has ended, whose number the new one got: what was learnt of its layers is not the
+        // new one's, nor is its mark.
+        let learnt = std::mem::take(&mut superblock.layer_devices);
+        (superblock.is_sampled, superblock.is_marked) = (false, false);
+        for (device, _) in learnt {
             if device != shown.device && self.by_file_device.get(&device) == Some(&slot) {
                 self.by_file_device.remove(&device);
             }
         }
+        self.to_mark.extend(id_of(slot));
         Some(slot)
     }
 }

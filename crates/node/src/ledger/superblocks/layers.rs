@@ -77,8 +77,8 @@ impl Superblocks {
         let new: Vec<_> = devices.into_iter().filter(is_new).collect();
         for (device, layer) in new {
             superblock.layer_devices.push((device, layer));
-            // A number has one owner, and the mount has just shown that it is this one. Another one that
-            // had it has gone, and with it its opened files: one that waits to be noted would keep it.
+            // A number has one owner, and the mount has just shown that it is this one. A former owner has
+            // gone, and no opened file of it waits to be noted: it would have kept the superblock.
             self.by_file_device.insert(device, slot);
         }
     }

@@ -21,8 +21,8 @@ use crate::settings::Backend;
 /// What tells an entry of the run directory from an earlier one at its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RunEntry {
-    /// And the number of the mount. Another mount at its path may have got the same device number, and
-    /// other ones for the files of its layers.
+    /// Its device number and the mount's. Another mount at its path may have got the same device number,
+    /// and other ones for the files of its layers.
     Superblock(Device, u64),
     /// Inode number, and when that was changed: a record that replaces another may get the number
     /// of one before it.
@@ -226,7 +226,7 @@ impl Superblocks {
                     .unwrap_or_else(|| metadata_images(index, domain, &shown.image, shown.backend));
                 let layers = self.tables.layers(index, domain, &images, shown.backend);
                 let Some(layers) = layers else { return };
-                self.drop_ended(shown, changes);
+                self.drop_ended(shown.device, changes);
                 let slot = self.promote_adopted(domain, shown, &layers, changes);
                 let Some(slot) = slot.or_else(|| self.add(domain, shown, layers)) else { return };
                 Some(slot)
@@ -236,20 +236,18 @@ impl Superblocks {
         self.entries.insert(path.to_owned(), (entry, slot));
     }
 
-    /// Drops the superblock that had the device number of a new one, if it is not where it was mounted.
-    fn drop_ended(&mut self, new: &ShownSuperblock, changes: &mut Changes) {
-        let device = new.device;
+    /// Drops the superblock with this device number, if it is not where it was mounted.
+    fn drop_ended(&mut self, device: Device, changes: &mut Changes) {
         let Some(slot) = self.by_device.get(&device).copied() else { return };
         let known = self.slots.get(slot).and_then(Option::as_ref);
         let Some(Place::Mounted(path, _)) = known.map(|it| &it.place) else { return };
         let has_ended = match open_directory(path, device) {
-            // It is the new one that lies there.
-            Ok(_) => *path == new.path,
             Err(error) if error.kind() == io::ErrorKind::NotFound => true,
             // The name of what was a mount may have left the kernel's cache.
             Err(_) => LazyMounts::new(Path::new("/")).get().is_ok_and(|mounts| {
                 !mounts.iter().any(|it| it.device == device && path.starts_with(&it.target))
             }),
+            Ok(_) => false,
         };
         if has_ended {
             self.entries.retain(|_, (_, taken)| *taken != Some(slot));

@@ -26,7 +26,7 @@ pub(super) struct Inodes {
     /// Sorted by inode number.
     objects: Box<[(u32, ShortDigest)]>,
     /// Paths of files with objects, relative to the root, the shortest first. They are in different
-    /// directories of the root: a layer above may have put another one in the place of each.
+    /// top-level directories, since a layer above may have replaced one.
     pub(super) samples: Box<[PathBuf]>,
     /// Of a pack, sorted, with a path of each relative to the root. Empty for a metadata image.
     paths: Box<[(ShortDigest, Box<Path>)]>,
@@ -43,7 +43,7 @@ impl Inodes {
     /// The object of an inode, if an image of the index names it.
     pub(super) fn get(&self, index: &Index, inode: u64) -> Option<ObjectId> {
         // Number times 32 is where the inode lies: 2^32 of them are 128 GiB of metadata. Higher bits
-        // are the layer's, where overlayfs composes numbers (xino).
+        // are the layer's, where overlayfs composes numbers (xino), as in mounts of earlier versions.
         let low = u32::try_from(inode & u64::from(u32::MAX)).ok()?;
         let found = self.objects.binary_search_by_key(&low, |(inode, _)| *inode).ok()?;
         index.find_short(self.domain, self.objects[found].1)
@@ -109,12 +109,12 @@ fn relative(path: &[u8]) -> &Path {
     Path::new(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
 }
 
-/// The directory of the root that a path leads into; none for a file in the root itself.
+/// The top-level directory that a path leads into; none for a file in the root itself.
 fn top_of(path: &Path) -> Option<Component<'_>> {
     path.parent()?.components().next()
 }
 
-/// The shortest path of each directory of the root, of the first few: the fewer directories, the fewer
+/// For each of the first few top-level directories the path with the fewest components: the fewer, the fewer
 /// inodes does a look at it cost.
 #[derive(Debug, Default)]
 struct Samples(Vec<PathBuf>);
@@ -273,4 +273,22 @@ fn read_files(file: &StoredFile, each: &mut Each<'_>) -> Result<(), BoxError> {
         }
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_the_shortest_of_the_first_top_level_directories() {
+        let mut samples = Samples::default();
+        for path in ["usr/lib/a", "usr/b", "usr/c", "etc/d/e", "file", "other"] {
+            samples.add(Path::new(path), || path != "file");
+        }
+        (0..10).for_each(|number| samples.add(Path::new(&format!("{number}/x/y/z")), || true));
+        let found = samples.sorted();
+        let found: Vec<_> = found.iter().map(|path| path.to_str().unwrap()).collect();
+        assert_eq!(found[..3], ["other", "usr/b", "etc/d/e"]);
+        assert_eq!((found.len(), found[7]), (Samples::MAX, "4/x/y/z"));
+    }
 }

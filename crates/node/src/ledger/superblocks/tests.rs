@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{Seek as _, SeekFrom, Write as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cofolio_image::import::{ImportOptions, import};
@@ -25,6 +25,7 @@ use super::tables::Inodes;
 use super::{Place, Superblock, Superblocks};
 use crate::address_space;
 use crate::cgroup::Hierarchy;
+use crate::mount::ShownSuperblock;
 use crate::processes::{self, Device, Mapping};
 use crate::run_dir::RunDir;
 use crate::settings::Backend;
@@ -170,6 +171,36 @@ fn another_filesystem_with_the_number_of_an_adopted_one_is_none_of_ours() {
         assert_eq!(seen(&mut superblocks), None, "{other}");
         assert_eq!(superblocks.end_look(made_up.root(), 1), None);
     }
+}
+
+/// An adopted superblock had ended, and a new mount of the image got its number. It was taken for the old one: with the
+/// numbers of the old one's layers, and with a mark that was on the old one.
+#[test]
+fn a_mount_has_nothing_of_an_adopted_superblock_but_its_users() {
+    let made_up = Proc::new();
+    let mut superblocks = adopted(&Look::new(made_up.root(), 1));
+    superblocks.learn_device(0, (0, 70), 0);
+    superblocks.slots[0].as_mut().unwrap().is_marked = true;
+    superblocks.to_mark.clear();
+    let shown = ShownSuperblock {
+        domain: "default".to_owned(),
+        image: IMAGE.parse().unwrap(),
+        backend: Backend::InodeShare,
+        pin: made_up.root().join("pin"),
+        path: made_up.root().join("pin/erofs"),
+        inside: PathBuf::new(),
+        upper: None,
+        device: DEVICE,
+        mount: 1,
+    };
+    let layers = superblocks.slots[0].as_ref().unwrap().layers.clone();
+    let mut changes = Changes::default();
+    assert_eq!(superblocks.promote_adopted(0, &shown, &layers, &mut changes), Some(0));
+    assert!(changes.removed.is_empty());
+    let promoted = superblocks.slots[0].as_ref().unwrap();
+    assert!(promoted.layer_devices.is_empty() && !promoted.is_marked);
+    assert_eq!(superblocks.to_mark, [SuperblockId(0)]);
+    assert_eq!(superblocks.by_file_device.into_keys().collect::<Vec<_>>(), [DEVICE]);
 }
 
 /// To find out whether adopted superblocks were unmounted, each refresh read mountinfo of all
