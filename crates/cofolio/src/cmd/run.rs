@@ -54,8 +54,8 @@ const NO_PROGRAM: u8 = 127;
 /// --detach does not wait. Its root is read-only unless --rw: containers of one image are then clones of one
 /// mount. With --writable some directories of the image can be written to, and the rest cannot. /tmp, /var/tmp and
 /// /run are in memory, with a copy of what the image has there, and the image's volumes are directories of the store
-/// that no --size limits; both are removed with the container. One that lies in a --writable directory is part
-/// of that directory.
+/// that no --size limits; both are removed with the container. One that is a --writable directory, or lies in
+/// one, is part of it.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
 /// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.

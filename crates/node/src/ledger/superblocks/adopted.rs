@@ -253,11 +253,12 @@ impl Superblocks {
         }
         superblock.place = Place::Mounted(shown.path.clone(), shown.inside.clone());
         superblock.upper = Upper::of(shown);
+        superblock.backend = shown.backend;
         superblock.layers = layers.to_vec();
         // It may be one that has ended, whose number the new one got: what was learnt of its layers is not the
         // new one's, nor is its mark.
         let learnt = std::mem::take(&mut superblock.layer_devices);
-        (superblock.is_sampled, superblock.is_marked) = (false, false);
+        superblock.is_marked = false;
         for (device, _) in learnt {
             if device != shown.device && self.by_file_device.get(&device) == Some(&slot) {
                 self.by_file_device.remove(&device);

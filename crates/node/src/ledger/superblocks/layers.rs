@@ -38,12 +38,14 @@ impl Superblock {
     fn sample(&self, index: &Index) -> io::Result<Vec<(Device, usize)>> {
         let Place::Mounted(top, inside) = &self.place else { return Ok(Vec::new()) };
         let root = open_directory(top, self.device)?;
-        let mut devices = Vec::new();
+        let mut devices = Vec::<(Device, usize)>::new();
         for (number, layer) in self.layers.iter().enumerate() {
             let is_it = |path: &Path, found: &Found| {
                 let object = layer.get(index, found.inode).and_then(|id| index.object(id));
                 object.is_some_and(|object| object.size == found.size)
-                    // A file of the container's own may have the number and size.
+                    // A file of a layer above may lie there, and have the number and size.
+                    && !devices.iter().any(|(known, _)| *known == found.device)
+                    // Or one of the container's own.
                     && self.is_changed(|| Some(top.join(path))) != Some(true)
             };
             let found = match inside.as_os_str().is_empty() {
