@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::run_dir::{ImageLock, find_name, list, read_json, remove_file, to_json};
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_store::{Digest, Purpose, Root, RootKind, StoredFile, replace_file};
+use cofolio_sys::mount::MountId;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
@@ -588,6 +589,14 @@ pub(super) fn file_numbers(file: &StoredFile) -> Result<(u64, u64), MountError> 
 
 /// The root of a mount of this kind at `path`, if there is one on top.
 pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, MountError> {
+    Ok(mounted_at(path, magic)?.map(|(root, _)| root))
+}
+
+/// [`mounted_root`], and which mount that is.
+pub(super) fn mounted_at(
+    path: &Path,
+    magic: u32,
+) -> Result<Option<(OwnedFd, MountId)>, MountError> {
     let root = match open_dir(path) {
         Err(rustix::io::Errno::NOENT) => return Ok(None),
         other => other.at("open", path)?,
@@ -597,7 +606,7 @@ pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, M
     // The magic number is 32 bits in a field of the machine's word size.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "see above")]
     let kind = kind as u32;
-    Ok((id.is_root && kind == magic).then_some(root))
+    Ok((id.is_root && kind == magic).then_some((root, id)))
 }
 
 fn unmounted(path: PathBuf) -> MountError {

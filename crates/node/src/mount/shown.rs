@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::error::{At as _, MountError};
 use super::mountinfo::LazyMounts;
-use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
+use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_at};
 use super::reconcile::Way;
 use super::records::{MountRecord, PinRecord};
 use super::{MountPhase, MountState, open_cached, sparse};
@@ -186,9 +186,11 @@ impl SharedSuperblocks {
             Backend::InodeShare => EROFS_MAGIC,
         };
         let look = || {
-            let Some(root) = mounted_root(&path, magic)? else { return Ok::<_, MountError>(None) };
-            let mount = number(&mount_id(&root, "").at("look at", &path)?);
-            Ok(Some((numbers(rustix::fs::fstat(root).at("look at", &path)?.st_dev), mount)))
+            let Some((root, mount)) = mounted_at(&path, magic)? else {
+                return Ok::<_, MountError>(None);
+            };
+            let device = numbers(rustix::fs::fstat(root).at("look at", &path)?.st_dev);
+            Ok(Some((device, number(&mount))))
         };
         match look() {
             Ok(Some((device, mount))) => self.found.push(ShownSuperblock {
