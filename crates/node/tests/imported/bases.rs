@@ -50,6 +50,15 @@ fn import(bench: &Bench, name: &str, layers: &[&Blob]) -> (Digest, Vec<Based>) {
     (report.image, found.based)
 }
 
+/// A store for images that are mounted.
+fn bench(test: &str) -> Option<Bench> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIP {test}: needs root");
+        return None;
+    }
+    Some(Bench::new())
+}
+
 fn base_of(bench: &Bench, image: &Digest) -> Option<Digest> {
     bench.domain.base_of(image).unwrap().map(|base| base.base)
 }
@@ -140,10 +149,7 @@ fn small_bases_are_not_worth_it() {
 #[test]
 fn an_image_over_its_base_shows_what_it_shows_alone() {
     let test = "an_image_over_its_base_shows_what_it_shows_alone";
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("SKIP {test}: needs root");
-    }
-    let bench = Bench::new();
+    let Some(bench) = bench(test) else { return };
     let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
     let [a, b, c] = ["a", "b", "c"].map(|name| Blob::gzip(&upper(name).end()));
     let (first, _) = import(&bench, "first", &[&one, &two, &a]);
@@ -179,10 +185,7 @@ fn an_image_over_its_base_shows_what_it_shows_alone() {
 #[test]
 fn the_ledger_tells_a_base_from_what_is_over_it() {
     let test = "the_ledger_tells_a_base_from_what_is_over_it";
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("SKIP {test}: needs root");
-    }
-    let bench = Bench::new();
+    let Some(bench) = bench(test) else { return };
     let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
     let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
     let (first, _) = import(&bench, "first", &[&one, &two, &a]);
@@ -230,10 +233,7 @@ fn files_in_use(bench: &Bench, image: Digest, target: &Path) -> Vec<String> {
 #[test]
 fn the_ledger_knows_what_was_mounted_before_there_was_a_base() {
     let test = "the_ledger_knows_what_was_mounted_before_there_was_a_base";
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("SKIP {test}: needs root");
-    }
-    let bench = Bench::new();
+    let Some(bench) = bench(test) else { return };
     let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
     let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
     let layout = Layout::image(bench.path("first"), &[one.clone(), two.clone(), a]);
@@ -272,10 +272,7 @@ fn the_ledger_knows_what_was_mounted_before_there_was_a_base() {
 #[test]
 fn the_ledger_knows_files_of_a_base_that_only_later_images_use() {
     let test = "the_ledger_knows_files_of_a_base_that_only_later_images_use";
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("SKIP {test}: needs root");
-    }
-    let bench = Bench::new();
+    let Some(bench) = bench(test) else { return };
     let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
     // These remove the base's one/file7.
     let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
@@ -329,10 +326,7 @@ fn the_ledger_knows_files_of_a_base_that_only_later_images_use() {
 #[test]
 fn the_ledger_sees_opened_files_of_a_base() {
     let test = "the_ledger_sees_opened_files_of_a_base";
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("SKIP {test}: needs root");
-    }
-    let bench = Bench::new();
+    let Some(bench) = bench(test) else { return };
     let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
     let own = |name: &str| Tar::new().dir("etc").file("etc/name", name.as_bytes());
     let removed = (0..1000).map(|number| format!("one/.wh.file{number}"));

@@ -260,8 +260,8 @@ impl Superblocks {
         let learnt = std::mem::take(&mut superblock.layer_devices);
         superblock.is_marked = false;
         for (device, _) in learnt {
-            if device != shown.device && self.by_file_device.get(&device) == Some(&slot) {
-                self.by_file_device.remove(&device);
+            if device != shown.device {
+                self.release(slot, device);
             }
         }
         self.to_mark.extend(id_of(slot));

@@ -298,14 +298,17 @@ impl Superblocks {
         let superblock = self.slots.get_mut(slot)?.take()?;
         self.free.push(slot);
         let devices = superblock.layer_devices.iter().map(|(device, _)| *device);
-        for device in devices.chain([superblock.device]) {
-            for by_device in [&mut self.by_device, &mut self.by_file_device] {
-                if by_device.get(&device) == Some(&slot) {
-                    by_device.remove(&device);
-                }
+        devices.chain([superblock.device]).for_each(|device| self.release(slot, device));
+        id_of(slot)
+    }
+
+    /// A superblock has this device number no more.
+    pub(super) fn release(&mut self, slot: usize, device: Device) {
+        for by_device in [&mut self.by_device, &mut self.by_file_device] {
+            if by_device.get(&device) == Some(&slot) {
+                by_device.remove(&device);
             }
         }
-        id_of(slot)
     }
 }
 
