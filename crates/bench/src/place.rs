@@ -162,7 +162,7 @@ pub(super) fn with_backend(
             let what = "`overlay` mounts the files of the store, which are not compressed";
             return Err(Fail::new(Exit::Usage, what).into());
         }
-        (_, Form::Plain) => format!("bench-{backend}"),
+        (_, Form::Plain | Form::Dax) => format!("bench-{backend}"),
     };
     let own = domain.store().domain_or_create(&name)?;
     if (own.backend()?, own.pack_form()?) != (backend, form) {

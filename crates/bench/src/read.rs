@@ -342,7 +342,8 @@ fn ways<'a>(
     }
     for (domain, form, name) in packed {
         let no_path = "the store is not on a disk";
-        let pack = domain.packs_of(image)?.pop().context("the image has no pack")?;
+        let pack =
+            domain.packs_of(FileKind::Pack, image)?.pop().context("the image has no pack")?;
         let segments = pack_segments(&domain.open_named(&pack)?);
         let segments = segments.map_err(anyhow::Error::from_boxed)?;
         let file_of = |segment| FileName::content(FileKind::Segment, segment);

@@ -15,7 +15,7 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::mount::{Access, MountRequest, Mounter, UmountOptions};
 use cofolio_node::run_dir::RunDir;
 use cofolio_node::settings::{Backend, DomainSettings as _};
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, FileKind};
 use rustix::mount::UnmountFlags;
 
 use super::{
@@ -192,7 +192,7 @@ impl<'a> Shared<'a> {
             }
             // What is shared belongs to no file of the store.
             Backend::InodeShare => {
-                let packs = images_once.iter().map(|image| domain.packs_of(image));
+                let packs = images_once.iter().map(|image| domain.packs_of(FileKind::Pack, image));
                 let packs = packs.collect::<Result<Vec<_>, _>>()?.concat();
                 let metadata: Option<_> =
                     packs.iter().map(|pack| domain.named_path(pack)).collect();

@@ -65,7 +65,11 @@ impl<'d> PageFiles<'d> {
     pub(crate) fn metadata(&self) -> Result<Vec<StoredFile>, Error> {
         let domain = self.domain;
         if self.paths.is_some() {
-            return domain.packs_of(&self.image)?.iter().map(|it| domain.open_named(it)).collect();
+            return domain
+                .packs_of(FileKind::Pack, &self.image)?
+                .iter()
+                .map(|it| domain.open_named(it))
+                .collect();
         }
         domain.metadata_images(&self.image)?.iter().map(|it| domain.open_image(it)).collect()
     }

@@ -111,7 +111,7 @@ impl Staging {
             .map_err(no_space)?;
         self.domain.sync_parts()?;
         self.publish_files(&staged, |kind| kind == FileKind::Segment).map_err(no_space)?;
-        self.publish_files(&staged, |kind| kind == FileKind::Pack).map_err(no_space)?;
+        self.publish_files(&staged, FileKind::is_pack).map_err(no_space)?;
         self.protect(&needed)?;
         records.publish()?;
         Ok(self.stats())
@@ -216,7 +216,8 @@ impl Staging {
     }
 
     /// Moves the staged files of some kinds into place. Names of segments and packs are durable on
-    /// return; a pack replaces the earlier ones of its image.
+    /// return; a pack replaces earlier ones of
+    /// its kind and image.
     fn publish_files(&self, staged: &[FileName], which: impl Fn(FileKind) -> bool) -> Result<()> {
         let disk = self.disk();
         let mut published = false;
@@ -230,8 +231,8 @@ impl Staging {
                 is_sound(digest(&to), Some(wanted))
             })?;
             published = true;
-            if name.kind() == FileKind::Pack {
-                for old in self.domain.named(FileKind::Pack)? {
+            if name.kind().is_pack() {
+                for old in self.domain.named(name.kind())? {
                     if old.image() == name.image() && old != *name {
                         remove_entry(disk, &self.domain.named_file(&old), Kind::File)?;
                     }
@@ -241,7 +242,7 @@ impl Staging {
                 protect_file(disk, &to)?;
             }
         }
-        if published && which(FileKind::Segment) != which(FileKind::Pack) {
+        if published && which(FileKind::Segment) || which(FileKind::Pack) {
             self.domain.sync_directory(FileKind::Segment.directory())?;
         }
         Ok(())
@@ -267,7 +268,7 @@ impl Publish {
     /// The files that must be there: those that records name, and segments and images of packs.
     fn files(&self, staged: &[FileName]) -> Result<Vec<FileName>> {
         let image = |image: &Digest| FileName::content(FileKind::Image, image);
-        let packed = staged.iter().filter(|name| name.kind() == FileKind::Pack);
+        let packed = staged.iter().filter(|name| name.kind().is_pack());
         let mut files: Vec<_> =
             packed.filter_map(FileName::image).map(|packed| image(&packed)).collect();
         for (_, record) in &self.refs {

@@ -243,10 +243,17 @@ impl Domain {
         self.open_named(&FileName::content(FileKind::Segment, digest))
     }
 
-    /// The packs of an image: at most one, or two good ones after an interrupted replacement.
-    pub fn packs_of(&self, image: &Digest) -> Result<Vec<FileName>> {
-        let packs = self.named(FileKind::Pack)?.into_iter();
+    /// The packs of an image of one kind: at most one, or two good ones after an interrupted
+    /// replacement.
+    pub fn packs_of(&self, kind: FileKind, image: &Digest) -> Result<Vec<FileName>> {
+        let packs = self.named(kind)?.into_iter();
         Ok(packs.filter(|pack| pack.image() == Some(*image)).collect())
+    }
+
+    /// All packs of all kinds.
+    pub fn packs(&self) -> Result<Vec<FileName>> {
+        let packs = FileKind::PACKS.map(|kind| self.named(kind));
+        packs.into_iter().try_fold(Vec::new(), |all, packs| Ok([all, packs?].concat()))
     }
 
     /// All files of a kind other than objects, sorted; for those see `each_object`.

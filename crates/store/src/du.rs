@@ -125,7 +125,11 @@ impl Domain {
         report.metadata_bytes = self.allocated_for(FileKind::Image)?.1;
         (report.layers, report.layer_bytes) = self.allocated_for(FileKind::Layer)?;
         report.layer_bytes += self.allocated_for(FileKind::Split)?.1;
-        (report.packs, report.segment_bytes) = self.allocated_for(FileKind::Pack)?;
+        for kind in FileKind::PACKS {
+            let (packs, bytes) = self.allocated_for(kind)?;
+            report.packs += packs;
+            report.segment_bytes += bytes;
+        }
         let (segments, bytes) = self.allocated_for(FileKind::Segment)?;
         report.segments = segments;
         report.segment_bytes += bytes;

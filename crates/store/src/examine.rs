@@ -184,13 +184,13 @@ impl<'a> Examiner<'a> {
             (FileKind::Layer | FileKind::Split, _) => Kind::LayerUnreadable,
             (FileKind::Segment, Wrong::Altered) => Kind::SegmentAltered,
             (FileKind::Segment, _) => Kind::SegmentUnreadable,
-            (FileKind::Pack, Wrong::Altered) => Kind::PackAltered,
-            (FileKind::Pack, Wrong::Incomplete) => Kind::PackIncomplete,
-            (FileKind::Pack, _) => Kind::PackUnreadable,
+            (FileKind::Pack | FileKind::DaxPack, Wrong::Altered) => Kind::PackAltered,
+            (FileKind::Pack | FileKind::DaxPack, Wrong::Incomplete) => Kind::PackIncomplete,
+            (FileKind::Pack | FileKind::DaxPack, _) => Kind::PackUnreadable,
         };
         let mut finding = Finding::new(kind, self.domain.named_file(name), detail);
         finding.digest = name.digest();
-        if let (FileKind::Pack, Some(image)) = (name.kind(), name.image()) {
+        if let Some(image) = name.image().filter(|_| name.kind().is_pack()) {
             finding.user = Some(FileName::content(FileKind::Image, &image).to_string());
         }
         finding

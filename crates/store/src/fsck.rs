@@ -503,7 +503,7 @@ impl Examiner<'_> {
     fn fsck_packs(&self, report: &mut FsckReport) -> Result<()> {
         let names = self.fsck_directory(FileKind::Segment.directory(), report)?;
         let (packs, segments): (Vec<_>, Vec<_>) =
-            names.into_iter().partition(|name| name.kind() == FileKind::Pack);
+            names.into_iter().partition(|name| name.kind().is_pack());
         report.segments += segments.len() as u64;
         report.packs += packs.len() as u64;
         let mut sound = HashSet::new();

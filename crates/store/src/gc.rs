@@ -334,7 +334,9 @@ impl GcReport {
             FileKind::Segment => {
                 (&mut self.segments, &mut self.segment_bytes, &mut self.kept_segments)
             }
-            FileKind::Pack => (&mut self.packs, &mut self.segment_bytes, &mut self.kept_segments),
+            FileKind::Pack | FileKind::DaxPack => {
+                (&mut self.packs, &mut self.segment_bytes, &mut self.kept_segments)
+            }
         };
         *removed += swept.count;
         *bytes += swept.bytes;

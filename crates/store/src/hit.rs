@@ -32,7 +32,7 @@ impl Domain {
                     let refs = name.chain_id().and_then(|chain_id| by_layer.get(&chain_id));
                     add(&mut finding.refs, refs.into_iter().flatten());
                 }
-                Some((FileKind::Image | FileKind::Pack, name)) => {
+                Some((FileKind::Image | FileKind::Pack | FileKind::DaxPack, name)) => {
                     let refs = name.image().and_then(|image| by_image.get(&image));
                     add(&mut finding.refs, refs.into_iter().flatten());
                 }

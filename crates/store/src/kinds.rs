@@ -21,8 +21,10 @@ pub enum FileKind {
     Split,
     /// Contents of objects, one after the other: a device of packs.
     Segment,
-    /// An image over segments.
+    /// An image over segments, for this machine's mounts.
     Pack,
+    /// An image over segments, for virtual machines.
+    DaxPack,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,16 +72,26 @@ const TABLE: [Row; FileKind::ALL.len()] = {
         Row::new("split", "layers", ".split", Chain, false, Some(Object)),
         Row::new("segment", "segments", ".segment", Content, true, None),
         Row::new("pack", "segments", ".pack", ImageAndContent, true, Some(Segment)),
+        Row::new("DAX pack", "segments", ".dax", ImageAndContent, true, Some(Segment)),
     ]
 };
 
 impl FileKind {
     /// All kinds.
-    pub const ALL: [Self; 6] =
-        [Self::Object, Self::Image, Self::Layer, Self::Split, Self::Segment, Self::Pack];
+    pub const ALL: [Self; 7] = [
+        Self::Object,
+        Self::Image,
+        Self::Layer,
+        Self::Split,
+        Self::Segment,
+        Self::Pack,
+        Self::DaxPack,
+    ];
     /// All kinds but objects, of which there are so many that they have directories of their own.
-    pub(crate) const NAMED: [Self; 5] =
-        [Self::Image, Self::Layer, Self::Split, Self::Segment, Self::Pack];
+    pub(crate) const NAMED: [Self; 6] =
+        [Self::Image, Self::Layer, Self::Split, Self::Segment, Self::Pack, Self::DaxPack];
+    /// Images over segments. An image of the store has at most one of each.
+    pub const PACKS: [Self; 2] = [Self::Pack, Self::DaxPack];
 
     fn row(self) -> &'static Row {
         &TABLE[self as usize]
@@ -108,6 +120,11 @@ impl FileKind {
     /// Whether the name says the digest of the content, which fs-verity then enforces.
     pub fn is_named_by_content(self) -> bool {
         self.row().naming != Naming::Chain
+    }
+
+    /// Whether it is one of [`FileKind::PACKS`].
+    pub fn is_pack(self) -> bool {
+        Self::PACKS.contains(&self)
     }
 
     /// The kind of files that its content names, if any.
@@ -187,7 +204,9 @@ impl FileName {
     pub fn image(&self) -> Option<Digest> {
         match self.kind {
             FileKind::Image => self.digest(),
-            FileKind::Pack => Digest::from_lower_hex(self.stem.split_once('.')?.0.as_bytes()),
+            FileKind::Pack | FileKind::DaxPack => {
+                Digest::from_lower_hex(self.stem.split_once('.')?.0.as_bytes())
+            }
             _ => None,
         }
     }
@@ -221,11 +240,10 @@ impl fmt::Display for FileName {
         let stem = stem.as_deref().unwrap_or(&self.stem);
         match self.kind {
             FileKind::Split => write!(f, "split of layer {stem}"),
-            FileKind::Pack => match self.image() {
-                Some(image) => write!(f, "pack of image {image}"),
-                None => write!(f, "pack {stem}"),
+            kind => match self.image().filter(|_| kind.is_pack()) {
+                Some(image) => write!(f, "{} of image {image}", kind.noun()),
+                None => write!(f, "{} {stem}", kind.noun()),
             },
-            kind => write!(f, "{} {stem}", kind.noun()),
         }
     }
 }
@@ -244,6 +262,7 @@ mod tests {
             FileName::chain(FileKind::Split, &long).unwrap(),
             FileName::content(FileKind::Segment, &a),
             FileName::of_image(FileKind::Pack, &a, &b),
+            FileName::of_image(FileKind::DaxPack, &a, &b),
         ];
         for name in names {
             let path = name.path();

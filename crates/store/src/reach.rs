@@ -206,7 +206,7 @@ impl<'a> Reachability<'a> {
         for image in with_bases(images, &self.domain.bases()?) {
             self.visit_derived(&FileName::content(FileKind::Image, &image))?;
         }
-        for pack in self.domain.named(FileKind::Pack)? {
+        for pack in self.domain.packs()? {
             let image = pack.image().map(|image| FileName::content(FileKind::Image, &image));
             if image.is_some_and(|image| self.files.contains(&image)) {
                 self.visit_derived(&pack)?;
@@ -223,7 +223,7 @@ impl<'a> Reachability<'a> {
             FileKind::Object | FileKind::Segment => {
                 file.digest().into_iter().for_each(|digest| self.content.insert(digest));
             }
-            FileKind::Pack => self.visit_derived(file)?,
+            FileKind::Pack | FileKind::DaxPack => self.visit_derived(file)?,
             FileKind::Image | FileKind::Layer | FileKind::Split => {
                 let file = match file.kind() {
                     FileKind::Split => file.with_kind(FileKind::Layer),
@@ -269,7 +269,7 @@ impl<'a> Reachability<'a> {
                     file.digest().is_none_or(|digest| self.keeps_content(file.kind(), &digest))
                 }
                 FileKind::Split => self.files.contains(&file.with_kind(FileKind::Layer)),
-                FileKind::Image | FileKind::Layer | FileKind::Pack => self.files.contains(file),
+                _ => self.files.contains(file),
             }
     }
 
@@ -338,7 +338,7 @@ impl<'a> Reachability<'a> {
                 false => Err(Error::Unreadable { what, source: error }),
             };
         }
-        if file.kind() == FileKind::Pack {
+        if file.kind().is_pack() {
             for segment in &named {
                 let segment = FileName::content(FileKind::Segment, segment);
                 if !self.domain.has_named(&segment)? {

@@ -162,7 +162,7 @@ impl Domain {
         examiner.derived = self.derived_images()?;
         let mut images = BTreeSet::new();
         for name in &names {
-            if self.remove_if_damaged(name, &examiner, &sound)? && name.kind() == FileKind::Pack {
+            if self.remove_if_damaged(name, &examiner, &sound)? && name.kind().is_pack() {
                 images.extend(name.image());
             }
         }
@@ -188,7 +188,7 @@ impl Domain {
         let _held = self.disk().open(&path);
         let Some(before) = inode()? else { return Ok(false) };
         let is_damaged = match name.kind() {
-            FileKind::Pack => examiner.pack(name, sound)?.is_some(),
+            FileKind::Pack | FileKind::DaxPack => examiner.pack(name, sound)?.is_some(),
             FileKind::Segment => matches!(examiner.segment(name)?.0, Seen::Damaged(_)),
             _ => matches!(examiner.whole(name, &mut |_, _| ())?.0, Seen::Damaged(_)),
         };

@@ -259,7 +259,7 @@ impl Examiner<'_> {
         let present = present.iter().filter_map(FileName::digest).collect();
         let images: HashSet<_> = images.iter().copied().collect();
         let mut needed = BTreeSet::new();
-        for pack in self.domain.named(FileKind::Pack)? {
+        for pack in self.domain.packs()? {
             if pack.image().is_some_and(|image| images.contains(&image)) {
                 findings.extend(self.pack(&pack, &present)?);
                 self.read(&pack, &mut |segment, _| {

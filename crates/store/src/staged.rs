@@ -283,13 +283,22 @@ impl io::Write for ObjectWriter<'_> {
 pub struct ImageWriter<'a> {
     file: StagedFile<'a>,
     hasher: Hasher,
-    /// The image, if it is a pack.
-    packed: Option<Digest>,
+    /// Which kind of pack of which image it is, if it is one.
+    packed: Option<(FileKind, Digest)>,
 }
 
 impl<'a> ImageWriter<'a> {
-    pub(crate) fn new(staging: &'a Staging, packed: Option<Digest>) -> Result<Self> {
+    pub(crate) fn new(staging: &'a Staging, packed: Option<(FileKind, Digest)>) -> Result<Self> {
         Ok(Self { file: StagedFile::new(staging)?, hasher: Hasher::new(), packed })
+    }
+
+    /// Appends zeros, as a hole, up to a multiple of so many bytes. Fails as
+    /// [`Staging::put_object`] does.
+    pub fn pad(&mut self, multiple: u64) -> Result<()> {
+        let size = self.hasher.size();
+        let zeros = size.next_multiple_of(multiple) - size;
+        self.hasher.zeros(zeros);
+        self.file.append_hole(zeros)
     }
 
     /// Ends the image and gives its name; fails as [`Staging::put_object`] does.
@@ -299,7 +308,7 @@ impl<'a> ImageWriter<'a> {
         if wanted.is_none_or(|wanted| wanted.images.contains(&digest)) {
             self.file.finish(&match self.packed {
                 None => FileName::content(FileKind::Image, &digest),
-                Some(image) => FileName::of_image(FileKind::Pack, &image, &digest),
+                Some((kind, image)) => FileName::of_image(kind, &image, &digest),
             })?;
         }
         Ok(digest)

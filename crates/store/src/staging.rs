@@ -22,7 +22,7 @@ use crate::buffer::Buffer;
 use crate::disk::{Disk, Lock, Purpose, StoredFile};
 use crate::domain::{Domain, DomainLock};
 use crate::error::{At, Error, Result, is_absent, is_full};
-use crate::kinds::FileName;
+use crate::kinds::{FileKind, FileName};
 use crate::repair::Damage;
 use crate::staged::{ImageWriter, ObjectWriter, StagedFile};
 use crate::store::{parent, remove_entry};
@@ -221,10 +221,10 @@ impl Staging {
         ImageWriter::new(self, None)
     }
 
-    /// A writer for the pack of an image, over staged or present segments, which the commit wants
+    /// A writer for a pack of an image, over staged or present segments, which the commit wants
     /// to know ([`crate::Publish::segments`]). Fails as [`Staging::put_object`] does.
-    pub fn pack_writer(&self, image: &Digest) -> Result<ImageWriter<'_>> {
-        ImageWriter::new(self, Some(*image))
+    pub fn pack_writer(&self, kind: FileKind, image: &Digest) -> Result<ImageWriter<'_>> {
+        ImageWriter::new(self, Some((kind, *image)))
     }
 
     /// Opens a file of this import. `None` if there is none, or no room ([`Staging::is_full`]).

@@ -235,7 +235,7 @@ impl Domain {
     fn usage(&self, contents: &dyn Contents, keepers: &Keepers) -> Result<Usage> {
         let mut uses = Uses::of_objects(self)?;
         let mut packed: HashMap<Digest, Vec<Digest>> = HashMap::new();
-        for kind in [FileKind::Segment, FileKind::Pack] {
+        for kind in [FileKind::Segment, FileKind::Pack, FileKind::DaxPack] {
             for name in self.named(kind)? {
                 let Some(digest) = name.digest() else { continue };
                 uses.add(digest, self.allocated(&self.named_file(&name))?);

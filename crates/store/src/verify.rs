@@ -116,7 +116,8 @@ impl Examiner<'_> {
     /// The packs of an image, and the segments that they need.
     fn packs(&self, image: &Digest) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
-        for pack in self.domain.packs_of(image)? {
+        let packs = self.domain.packs()?;
+        for pack in packs.into_iter().filter(|pack| pack.image() == Some(*image)) {
             let mut segments = HashSet::new();
             self.read(&pack, &mut |segment, _| {
                 segments.insert(segment);

@@ -234,7 +234,7 @@ const OPERATIONS: &[Operation] = &[
         run: |domain| {
             common::pack(domain, &expected_image("a"), 2, OPTIONS)?;
             common::pack(domain, &expected_image("b"), 1, OPTIONS)?;
-            domain.remove_named(&domain.packs_of(&expected_image("a"))?)?;
+            domain.remove_named(&domain.packs_of(FileKind::Pack, &expected_image("a"))?)?;
             common::pack(domain, &expected_image("a"), 2, OPTIONS).map(drop)
         },
         after: |_| (),

@@ -13,10 +13,13 @@ use crate::ui::{Table, human_size, plural};
 /// common is in them once. It is what `inode-share` mounts. Where the filesystem can (`doctor` says so), segments share
 /// their blocks with the objects; elsewhere, and compressed, they take room of their own. Both are made from objects, are removed with
 /// their image by `gc`, and can be made again at any time. All content is checked on the way.
+///
+/// With --vm, the pack is one for virtual machines, which have its segments as devices and share them by the page; `vm run`
+/// makes it if it is missing. It shares nothing with packs for mounts, and an image can have both.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  cofolio pack redis:7.0.15\n  cofolio pack --again redis:7.0.15 && cofolio gc\n  \
-    cofolio pack --remove redis:7.0.15"
+    cofolio pack --remove redis:7.0.15\n  cofolio pack --vm redis:7.0.15"
 )]
 pub(crate) struct Args {
     /// Refs or first digits of digests
@@ -25,6 +28,9 @@ pub(crate) struct Args {
     /// Pack images that have a pack anew, without segments of which they need less than half
     #[arg(long)]
     again: bool,
+    /// Make or remove the pack for virtual machines
+    #[arg(long, conflicts_with = "lz4")]
+    vm: bool,
     /// Compress contents with LZ4, and replace packs that are not [default: as the packs of the trust domain are, see
     /// `backend`]
     #[arg(long, conflicts_with = "remove")]
@@ -39,9 +45,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     // A name that is not there stops it before anything is done.
     let images = args.images.iter().map(|image| context.image(&domain, image));
     let images = images.collect::<anyhow::Result<Vec<_>>>()?;
+    let form = if args.vm { Form::Dax } else { backend::form(&domain, args.lz4)? };
     if args.remove {
         for image in &images {
-            let packs = domain.packs_of(&image.digest)?;
+            let packs = domain.packs_of(form.pack_kind(), &image.digest)?;
             if packs.is_empty() {
                 return Err(Fail::not_found(format!("{} has no pack", image.shown())).into());
             }
@@ -49,7 +56,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
         return Ok(Exit::Ok);
     }
-    let form = backend::form(&domain, args.lz4)?;
     let options = PackOptions { again: args.again, form, ..PackOptions::default() };
     let mut reports = Vec::new();
     for image in &images {

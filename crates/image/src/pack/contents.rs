@@ -23,7 +23,7 @@ impl Contents for ImageContents {
             FileKind::Image => image_objects(file, &mut |digest, size, _| visit(digest, size)),
             FileKind::Layer => layer_objects(file, visit),
             FileKind::Split => Ok(split::objects(&StoredImage::new(file)?, visit)?),
-            FileKind::Pack => {
+            FileKind::Pack | FileKind::DaxPack => {
                 pack_segments(file)?.into_iter().for_each(|segment| visit(segment, 0));
                 Ok(())
             }

@@ -8,7 +8,11 @@
 //!
 //! Contents that images share lie in segments of the image that was packed first: packs share
 //! blocks on disk and, mounted with `inode_share`, pages in memory. Pages that an image's segments
-//! already hold are not written again. Plain and compressed contents share nothing.
+//! already hold are not written again. Contents of different forms share nothing.
+//!
+//! An image has at most one pack for this machine's mounts, plain or compressed, and one for virtual
+//! machines. Each of their segments is a device of a guest, which pays for every device and for its
+//! size whether it reads it or not: so such a pack leaves out segments of which it needs little.
 
 mod contents;
 mod order;
@@ -30,12 +34,18 @@ use crate::compose::named_objects::open_image;
 
 pub use contents::{ImageContents, pack_segments};
 pub use rewrite::{RewriteReport, rewrite};
-use segment::{Form, Pages, SHA256_SIZE_MAX, Segment, SegmentWriter};
+use segment::{DEVICE_ALIGN, Form, Pages, SHA256_SIZE_MAX, Segment, SegmentWriter};
 use usage::Usage;
 
 /// Largest segment of several objects, in bytes. Larger ones would keep more alive than is needed;
 /// an image would need many smaller ones.
 const SEGMENT_BYTES_MAX: u64 = 1 << 30;
+
+/// Most bytes of segments for DAX, for each byte of an image, that its pack needs: 3 for 2.
+const DAX_SURPLUS: (u64, u64) = (3, 2);
+
+/// Most segments for DAX that a pack takes from others: each is a PCI function of a guest.
+const DAX_SEGMENTS_MAX: usize = 16;
 
 /// How an image is packed.
 #[derive(Debug, Clone, Copy)]
@@ -43,7 +53,7 @@ pub struct PackOptions {
     /// Also pack an image that has a pack, and use only segments of which it needs at least half,
     /// so that leftovers of removed images can be collected.
     pub again: bool,
-    /// How contents are kept. A pack of another form is replaced.
+    /// How contents are kept. A pack of the same kind but another form is replaced.
     pub form: Form,
     /// How large a segment may get, in bytes, if it is of more than one object.
     pub segment_bytes_max: u64,
@@ -144,10 +154,10 @@ fn pack_without(
 
 /// The image's usable pack of that form, if there is one.
 fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
-    for name in domain.packs_of(image)? {
+    for name in domain.packs_of(form.pack_kind(), image)? {
         let Some(pack) = name.digest() else { continue };
         let Ok(segments) = pack_segments(&domain.open_named(&name)?) else { continue };
-        let usable = |digest| Segment::of(domain, digest).is_ok_and(|it| it.form() == form);
+        let usable = |digest| Segment::of(domain, digest).is_ok_and(|it| it.form == form);
         if segments.iter().all(usable) {
             return Ok(Some(PackReport {
                 image: *image,
@@ -161,6 +171,21 @@ fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackRe
         }
     }
     Ok(None)
+}
+
+/// Forgets segments, and what of others has blocks in them; says whether anything went.
+fn forget(known: &mut [(Digest, Segment)], gone: &BTreeSet<Digest>) -> bool {
+    let mut dropped = false;
+    for (digest, segment) in known {
+        let mut entries = std::mem::take(&mut segment.entries);
+        let before = entries.len();
+        entries.retain(|entry| {
+            !gone.contains(digest) && segment.is_within(entry, |other| !gone.contains(other))
+        });
+        dropped |= entries.len() < before;
+        segment.entries = entries;
+    }
+    dropped
 }
 
 /// Which segments hold the contents of an image.
@@ -226,7 +251,7 @@ impl Plan {
             }
             let read = usage::readable(Segment::of(domain, digest))?;
             let Some(mut segment) = read else { continue };
-            if segment.form() != self.form {
+            if segment.form != self.form {
                 continue;
             }
             let mut entries = std::mem::take(&mut segment.entries);
@@ -244,6 +269,9 @@ impl Plan {
         if half {
             self.drop_sparse(&mut known);
         }
+        if self.form == Form::Dax {
+            self.drop_surplus(&mut known);
+        }
         for (digest, segment) in &known {
             self.add(digest, segment);
         }
@@ -255,24 +283,39 @@ impl Plan {
     /// Forgets segments of which less than half is used, until nothing more goes: a forgotten
     /// content can have blocks in another segment.
     fn drop_sparse(&self, known: &mut [(Digest, Segment)]) {
-        let mut dropped = true;
-        while dropped {
-            dropped = false;
+        loop {
             let mut usage = Usage::new(&self.sizes);
             for (digest, segment) in known.iter() {
                 segment.entries.iter().for_each(|entry| usage.mark(digest, segment, entry));
             }
-            let sparse = usage.sparse();
-            for (digest, segment) in known.iter_mut() {
-                let mut entries = std::mem::take(&mut segment.entries);
-                let before = entries.len();
-                entries.retain(|entry| {
-                    !sparse.contains(digest)
-                        && segment.is_within(entry, |other| !sparse.contains(other))
-                });
-                dropped |= entries.len() < before;
-                segment.entries = entries;
+            if !forget(known, &usage.sparse()) {
+                return;
             }
+        }
+    }
+
+    /// Forgets segments until a guest can have the others: least used ones first.
+    fn drop_surplus(&self, known: &mut [(Digest, Segment)]) {
+        loop {
+            let mut usage = Usage::new(&self.sizes);
+            let mut new = self.total;
+            for (digest, segment) in known.iter() {
+                segment.entries.iter().for_each(|entry| usage.mark(digest, segment, entry));
+                new -= segment.entries.iter().map(|entry| entry.size).sum::<u64>();
+            }
+            let used = usage.counts();
+            let attached: u64 = used.iter().map(|(_, _, size)| *size as u64 * segment::BLOCK).sum();
+            let (most, each) = DAX_SURPLUS;
+            let worst = if (attached + new) * each > self.total * most {
+                // The smallest part of it: a.used / a.size < b.used / b.size.
+                used.iter().min_by(|a, b| (a.1 * b.2).cmp(&(b.1 * a.2)))
+            } else if used.len() > DAX_SEGMENTS_MAX {
+                used.iter().min_by_key(|it| it.1)
+            } else {
+                None
+            };
+            let Some((worst, ..)) = worst else { return };
+            forget(known, &BTreeSet::from([*worst]));
         }
     }
 
@@ -311,7 +354,9 @@ impl Plan {
                 }
                 _ => BlobData::Extents(extents),
             };
-            let sha256 = (entry.size <= SHA256_SIZE_MAX).then_some(entry.sha256);
+            // Of no use to guests, which do not share inodes.
+            let is_shared = entry.size <= SHA256_SIZE_MAX && self.form != Form::Dax;
+            let sha256 = is_shared.then_some(entry.sha256);
             self.blobs.insert(entry.object.0, Blob { sha256, data });
         }
     }
@@ -343,17 +388,17 @@ impl Plan {
         self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
         let mut done = self.total - self.new_bytes;
         let mut pages = Pages::default();
-        if !wanted.is_empty() && self.form == Form::Plain {
+        if !wanted.is_empty() && self.form != Form::Lz4 {
             for (digest, _) in &self.segments {
                 // If it is gone the commit will tell.
                 usage::readable(pages.add(domain, digest))?;
             }
         }
         for contents in self.batches(&wanted, options) {
-            let mut writer = SegmentWriter::new(staging, &pages, &task.cancel)?;
+            let mut writer = SegmentWriter::new(staging, self.form, &pages, &task.cancel)?;
             for (object, size) in contents {
-                match options.form {
-                    Form::Plain => writer.add(object, *size)?,
+                match self.form {
+                    Form::Plain | Form::Dax => writer.add(object, *size)?,
                     Form::Lz4 => writer.add_compressed(object, *size, |content, blocks| {
                         lz4::compress(content, blocks)
                     })?,
@@ -377,12 +422,13 @@ impl Plan {
     ) -> Vec<&'w [(Digest, u64)]> {
         let (mut batches, mut rest, mut bytes) = (Vec::new(), wanted, 0);
         let (mut end, mut layer) = (0, usize::MAX);
+        let layer_bytes_min = order::layer_bytes_min(self.form);
         while let Some((object, size)) = rest.get(end) {
             let brought_by = self.layer_of(object);
             let ended = layer != brought_by;
             layer = brought_by;
-            let is_full = bytes + size > options.segment_bytes_max
-                || ended && bytes >= order::LAYER_BYTES_MIN;
+            let is_full =
+                bytes + size > options.segment_bytes_max || ended && bytes >= layer_bytes_min;
             if end > 0 && is_full {
                 batches.push(&rest[..end]);
                 (rest, end, bytes) = (&rest[end..], 0, 0);
@@ -405,7 +451,7 @@ impl Plan {
     ) -> Result<PackReport, PackError> {
         let (segments, devices): (Vec<_>, Vec<_>) = self.segments.iter().cloned().unzip();
         let data = Data { devices: &devices, own_blocks: 0, blobs: &self.blobs };
-        let mut writer = staging.pack_writer(image)?;
+        let mut writer = staging.pack_writer(self.form.pack_kind(), image)?;
         write_data(tree, &data, &mut writer).map_err(|error| match error {
             WriteError::Sink(source) => match source.downcast::<Error>() {
                 Ok(error) => PackError::Store(error),
@@ -413,6 +459,9 @@ impl Plan {
             },
             other => PackError::Image { image: *image, what: other.to_string() },
         })?;
+        if self.form == Form::Dax {
+            writer.pad(DEVICE_ALIGN)?;
+        }
         let pack = writer.finish()?;
         staging.commit(&Publish { segments: segments.clone(), ..Publish::default() }, [])?;
         Ok(PackReport {

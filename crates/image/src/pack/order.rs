@@ -6,10 +6,14 @@ use std::collections::HashMap;
 use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, FileName};
 
 use super::PackError;
+use super::segment::Form;
 use crate::pack::ImageContents;
 
-/// A layer with less has no segment of its own: it goes with the next ones. In bytes.
-pub(super) const LAYER_BYTES_MIN: u64 = 4 << 20;
+/// A layer with less has no segment of its own: it goes with the next ones. In bytes. Guests should
+/// have few devices, and images with a layer in common need not share all of a segment.
+pub(super) fn layer_bytes_min(form: Form) -> u64 {
+    if form == Form::Dax { 32 << 20 } else { 4 << 20 }
+}
 
 /// By object: the lowest layer that brought it; none for images from directories or without a name.
 /// fsck reports unreadable records and layers: packs are right in any order.

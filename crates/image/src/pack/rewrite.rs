@@ -29,7 +29,7 @@ pub struct RewriteReport {
 /// A segment that packs need.
 struct Needed {
     form: Form,
-    /// Images that do.
+    /// Their images.
     images: BTreeSet<Digest>,
 }
 
@@ -52,19 +52,20 @@ pub fn rewrite(
     let mut images = sparse
         .values()
         .flat_map(|needed| needed.images.iter().map(|image| (*image, needed.form)))
-        .collect::<BTreeMap<_, _>>()
+        .collect::<BTreeSet<_>>()
         .into_iter();
+    let mut packed = BTreeSet::new();
     while let Some((image, form)) = images.next() {
         if dry_run {
-            report.images.push(image);
+            packed.insert((image, form));
             continue;
         }
         let options = PackOptions { form, ..PackOptions::default() };
         let without = report.segments.iter().copied().collect();
         match pack_without(domain, &image, &options, &without, task) {
-            Ok(packed) => {
-                report.images.push(image);
-                report.new_bytes += packed.new_bytes;
+            Ok(done) => {
+                packed.insert((image, form));
+                report.new_bytes += done.new_bytes;
             }
             Err(error @ PackError::Cancelled(_)) => return Err(error),
             Err(error) => {
@@ -78,10 +79,12 @@ pub fn rewrite(
         }
     }
     let goes = |segment: &Digest| {
-        let mut images = sparse.get(segment).into_iter().flat_map(|needed| &needed.images);
-        images.all(|image| report.images.contains(image))
+        let needed = sparse.get(segment);
+        needed.is_none_or(|it| it.images.iter().all(|image| packed.contains(&(*image, it.form))))
     };
     report.segments.retain(goes);
+    report.images = packed.into_iter().map(|(image, _)| image).collect();
+    report.images.dedup();
     Ok(report)
 }
 
@@ -104,13 +107,13 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
     }
     let mut usage = Usage::new(&sizes);
     let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();
-    for pack in domain.named(FileKind::Pack)? {
+    for pack in domain.packs()? {
         let (Some(image), Ok(file)) = (pack.image(), domain.open_named(&pack)) else { continue };
         let Ok(needs) = pack_segments(&file) else { continue };
         let objects = objects(domain, &image);
         for digest in needs {
             let Some(segment) = segments.get_mut(&digest) else { continue };
-            let entry = || Needed { form: segment.form(), images: BTreeSet::new() };
+            let entry = || Needed { form: segment.form, images: BTreeSet::new() };
             needed.entry(digest).or_insert_with(entry).images.insert(image);
             let Some(objects) = &objects else {
                 usage.mark_blocks(digest, 0..usize::MAX);

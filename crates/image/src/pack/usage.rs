@@ -59,6 +59,15 @@ impl<'s> Usage<'s> {
         used[blocks.start.min(size)..blocks.end.min(size)].fill(true);
     }
 
+    /// Of which segments any block is used: how many, and how many they have.
+    pub(super) fn counts(&self) -> Vec<(Digest, usize, usize)> {
+        let count = |used: &Vec<bool>| used.iter().filter(|used| **used).count();
+        let used = self.used.iter().map(|(digest, it)| (*digest, count(it), it.len()));
+        let mut used: Vec<_> = used.filter(|(_, used, _)| *used > 0).collect();
+        used.sort_unstable();
+        used
+    }
+
     /// Segments of which less than half is used, but for those of a single block: if all contents
     /// lie in other segments, nothing uses that block, and they would be written anew for ever.
     pub(super) fn sparse(&self) -> BTreeSet<Digest> {

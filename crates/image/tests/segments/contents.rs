@@ -75,7 +75,7 @@ fn a_segment_holds_what_was_put_in() {
     assert_eq!(segments.len(), 3);
     let entries: usize = segments.iter().map(|segment| check(&domain, segment).entries.len()).sum();
     assert_eq!(entries, pieces().len());
-    let pack = domain.packs_of(&image).unwrap().remove(0);
+    let pack = domain.packs_of(FileKind::Pack, &image).unwrap().remove(0);
     let bytes = domain.open_named(&pack).unwrap().read_all(1 << 20).unwrap();
     assert_eq!(Some(verity::digest(&bytes)), pack.digest());
     assert_eq!(findings(&domain), []);
@@ -126,7 +126,7 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
     let cancel = Cancel::default();
-    let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
+    let mut writer = SegmentWriter::new(&staging, Form::Lz4, &pages, &cancel).unwrap();
     let mut expected = Vec::new();
     for piece in pieces() {
         let object = verity::digest(&piece);
@@ -143,7 +143,7 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     staging.commit(&Publish { segments, ..Publish::default() }, []).unwrap();
     let segment = Segment::of(&domain, &digest).unwrap();
     assert_eq!(segment, written);
-    assert_eq!(segment.form(), Form::Lz4);
+    assert_eq!(segment.form, Form::Lz4);
     assert!(segment.blocks < 700, "{}", segment.blocks);
     for ((entry, parts), piece) in segment.entries.iter().zip(&expected).zip(pieces()) {
         assert_eq!(segment.pclusters_of(entry), parts);
@@ -174,7 +174,7 @@ fn blocks_that_are_not_what_is_said_of_them_are_refused() {
     let add = |wrong: &dyn Fn(&mut Vec<Pcluster>)| {
         let pages = Pages::default();
         let cancel = Cancel::default();
-        let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
+        let mut writer = SegmentWriter::new(&staging, Form::Lz4, &pages, &cancel).unwrap();
         writer.add_compressed(&object, 24_000, |content, blocks| shrink(content, blocks, wrong))
     };
     add(&|_| ()).unwrap();
@@ -220,11 +220,11 @@ fn a_pack_is_not_published_without_what_it_needs() {
     let image = put(&domain, "a", &[content(9000, 1)]);
     let (nowhere, object) = (verity::digest(b"nowhere"), verity::digest(&content(9000, 1)));
     let staging = domain.begin_import(OPTIONS).unwrap();
-    staging.pack_writer(&image).unwrap().finish().unwrap();
+    staging.pack_writer(FileKind::Pack, &image).unwrap().finish().unwrap();
     let error = staging.commit(&Publish { segments: vec![nowhere], ..Publish::default() }, []);
     assert!(matches!(error, Err(Error::Vanished { first, .. }) if first.contains("segment")));
     let staging = domain.begin_import(OPTIONS).unwrap();
-    staging.pack_writer(&nowhere).unwrap().finish().unwrap();
+    staging.pack_writer(FileKind::Pack, &nowhere).unwrap().finish().unwrap();
     let error = staging.commit(&Publish::default(), []);
     assert!(matches!(error, Err(Error::Vanished { first, .. }) if first.contains("image")));
     assert_eq!(domain.named(FileKind::Pack).unwrap(), []);
@@ -232,7 +232,7 @@ fn a_pack_is_not_published_without_what_it_needs() {
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
     let cancel = Cancel::default();
-    let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
+    let mut writer = SegmentWriter::new(&staging, Form::Plain, &pages, &cancel).unwrap();
     assert!(matches!(writer.add(&nowhere, 5), Err(PackError::Store(Error::NoSuch(_)))));
     assert!(matches!(writer.add(&object, 5), Err(PackError::Store(Error::SizeMismatch { .. }))));
     let path = domain.object_path(&object).unwrap();
@@ -270,8 +270,9 @@ fn damage_is_told_and_taken_away() {
     let image = put(&domain, "a", &[content(50_000, 1), content(20_000, 2)]);
     let path = |name: String| scratch.path.join("domains/default/segments").join(name);
     let segment = real::pack(&domain, &image, 1, OPTIONS).unwrap()[0];
-    let pack_path =
-        |domain: &Domain| domain.named_path(&domain.packs_of(&image).unwrap()[0]).unwrap();
+    let pack_path = |domain: &Domain| {
+        domain.named_path(&domain.packs_of(FileKind::Pack, &image).unwrap()[0]).unwrap()
+    };
     let segment_path = path(format!("{segment}.segment"));
     let size = fs::metadata(&segment_path).unwrap().len();
     use FindingKind::{PackAltered, PackIncomplete, PackUnreadable};

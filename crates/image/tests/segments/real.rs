@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use cofolio_image::pack::PackError;
-use cofolio_image::pack::segment::{IndexEntry, Pages, Segment, SegmentWriter};
+use cofolio_image::pack::segment::{Form, IndexEntry, Pages, Segment, SegmentWriter};
 use cofolio_store::task::Cancel;
 use cofolio_store::{
     BoxError, Contents, Digest, Domain, Error, FileKind, ImportOptions, StoredFile,
@@ -37,8 +37,20 @@ impl Contents for Segments {
     }
 }
 
-/// Packs an image: its objects go into segments of `count` objects each, unless they are in one already.
+/// Packs an image: its objects go into plain segments of `count` objects each, unless they are in one
+/// already.
 pub(crate) fn pack(
+    domain: &Domain,
+    image: &Digest,
+    count: usize,
+    options: ImportOptions,
+) -> Result<Vec<Digest>, Error> {
+    pack_as(Form::Plain, domain, image, count, options)
+}
+
+/// The same with segments of another form. The domain has one form only.
+pub(crate) fn pack_as(
+    form: Form,
     domain: &Domain,
     image: &Digest,
     count: usize,
@@ -70,7 +82,7 @@ pub(crate) fn pack(
     }
     for objects in objects.chunks(count) {
         let cancel = Cancel::default();
-        let mut writer = SegmentWriter::new(&staging, &pages, &cancel)?;
+        let mut writer = SegmentWriter::new(&staging, form, &pages, &cancel)?;
         for (object, size) in objects {
             match writer.add(object, *size) {
                 Err(PackError::Store(error)) => return Err(error),

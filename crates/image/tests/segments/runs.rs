@@ -1,13 +1,13 @@
 //! Contents that are the same page for page, as a whole or in part: segments have these pages once.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
 use crate::common::{Scratch, content, import, nothing_live};
-use crate::real::{Segments, content_of, pack};
-use cofolio_image::pack::segment::{IndexEntry, Run, Segment};
+use crate::real::{Segments, content_of, pack, pack_as};
+use cofolio_image::pack::segment::{DEVICE_ALIGN, Form, IndexEntry, Run, Segment};
 use cofolio_store::task::Task;
 use cofolio_store::{
     Digest, Domain, Error, FileKind, FileName, FsckOptions, GcOptions, ImportOptions, verity,
@@ -132,6 +132,7 @@ proptest! {
     fn contents_are_whole_and_their_pages_unique(
         contents in prop::collection::vec(prop::collection::vec(part(), 1..6), 1..6),
         at_once in 1..4_usize,
+        form in prop_oneof![Just(Form::Plain), Just(Form::Dax)],
     ) {
         let scratch = Scratch::new("pages-random");
         let domain = domain(&scratch);
@@ -140,7 +141,7 @@ proptest! {
         contents.dedup();
         let options = ImportOptions::default();
         let image = import(&domain, "a", &contents, None, options).unwrap();
-        let segments = pack(&domain, &image, at_once, options).unwrap();
+        let segments = pack_as(form, &domain, &image, at_once, options).unwrap();
         let mut objects = 0;
         for digest in &segments {
             let segment = Segment::of(&domain, digest).unwrap();
@@ -153,8 +154,27 @@ proptest! {
             }
         }
         prop_assert_eq!(objects, contents.len());
-        prop_assert_eq!(there_twice(&domain, &segments), 0);
+        match form {
+            Form::Dax => prop_assert_eq!(pages_there_twice(&domain, &segments), 0),
+            _ => prop_assert_eq!(there_twice(&domain, &segments), 0),
+        }
     }
+}
+
+/// How many pages of segments for DAX are zeros, or there another time.
+fn pages_there_twice(domain: &Domain, segments: &[Digest]) -> usize {
+    let mut seen = HashSet::from([vec![0; PAGE]]);
+    let mut twice = 0;
+    for digest in segments {
+        let blocks = Segment::of(domain, digest).unwrap().blocks as usize;
+        let bytes = domain.open_segment(digest).unwrap().read_all(1 << 30).unwrap();
+        assert_eq!(bytes.len() as u64 % DEVICE_ALIGN, 0);
+        let pages = bytes[..blocks * PAGE].chunks(PAGE);
+        twice += pages.filter(|page| !seen.insert(page.to_vec())).count();
+        // A segment without pages of its own has one block.
+        twice -= usize::from(blocks == 1 && bytes[..PAGE] == [0; PAGE]);
+    }
+    twice
 }
 
 /// How many runs were written, from a chunk of a content on, that were there already where their first page was first.

@@ -44,7 +44,7 @@ impl Mounter<'_> {
         let verity = self.domain.has_verity();
         // Until all are open: `gc` replaces packs and rewrites segments.
         let _stays = self.domain.lock_names()?;
-        let packs = self.domain.packs_of(image)?;
+        let packs = self.domain.packs_of(FileKind::Pack, image)?;
         let pack = packs.first().and_then(|pack| pack.digest().zip(Some(pack)));
         let (digest, pack) = pack.ok_or(Error::NoPack(*image))?;
         let file = self.domain.open_named(pack)?;

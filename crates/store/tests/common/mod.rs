@@ -218,7 +218,7 @@ pub fn pack(
 
 /// Publishes a stand-in for a pack over these segments.
 pub fn put_pack(staging: Staging, image: &Digest, segments: &[Digest]) -> Result<(), Error> {
-    let mut writer = staging.pack_writer(image)?;
+    let mut writer = staging.pack_writer(FileKind::Pack, image)?;
     let write = |writer: &mut dyn Write, text: String| match writer.write_all(text.as_bytes()) {
         Err(error) => Err(error.downcast::<Error>().unwrap()),
         Ok(()) => Ok(()),

@@ -8,7 +8,7 @@ use sha2::{Digest as _, Sha256};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros as _, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{BLOCK, BlockRef, Form, IndexEntry, Run, Segment};
+use super::{BLOCK, BlockRef, DEVICE_ALIGN, Form, IndexEntry, Run, Segment};
 
 /// Bytes of a page's hash, before the index.
 pub(super) const PAGE_HASH_SIZE: usize = 8;
@@ -16,9 +16,8 @@ pub(super) const PAGE_HASH_SIZE: usize = 8;
 pub(super) const PAGES_MAX: u32 = 1 << 18;
 const MAGIC: &[u8; 8] = b"cofolseg";
 const VERSION: u32 = 1;
-/// [`Footer::form`].
-const PLAIN: u32 = 0;
-const LZ4: u32 = 1;
+/// The forms, by their number in a footer.
+const FORMS: [Form; 3] = [Form::Plain, Form::Lz4, Form::Dax];
 /// Bit of a pcluster's length: it is compressed.
 const COMPRESSED: u32 = 1 << 31;
 /// Most content in one block, in bytes; more would be too much to decompress for a page.
@@ -97,7 +96,7 @@ impl Segment {
             others: count(self.others.len()),
             sha256: Sha256::digest(&bytes).into(),
             runs: count(runs),
-            form: U32::new(if self.form() == Form::Plain { PLAIN } else { LZ4 }),
+            form: count(FORMS.iter().take_while(|form| **form != self.form).count()),
         };
         bytes.extend_from_slice(footer.as_bytes());
         bytes
@@ -107,10 +106,10 @@ impl Segment {
     pub(super) fn read(file: &StoredFile) -> Result<Self> {
         let damaged = |reason: &str| Error::corrupt(file.path(), reason.to_owned());
         let footer = Footer::read(file)?;
-        let (blocks, form) = (footer.blocks.get(), footer.form.get());
+        let (blocks, form) = (footer.blocks.get(), footer.form());
         // No larger than the file is.
         let mut index = vec![0; usize::try_from(footer.index_size()).unwrap_or(usize::MAX)];
-        match file.read_exact_at(&mut index, u64::from(blocks) * BLOCK + footer.pages_size()) {
+        match file.read_exact_at(&mut index, footer.index_at()) {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return Err(damaged("it ends within its index"));
             }
@@ -133,6 +132,7 @@ impl Segment {
             compressed: number.get() & COMPRESSED != 0,
         };
         let mut segment = Self {
+            form,
             blocks,
             entries: Vec::with_capacity(entries.len()),
             pclusters: pclusters.iter().map(pcluster).collect(),
@@ -153,7 +153,7 @@ impl Segment {
                 return Err(damaged("contents overlap, or one is empty"));
             }
             end = u64::from(entry.block) + u64::from(entry.blocks);
-            if form == PLAIN && u64::from(entry.blocks) != whole {
+            if form != Form::Lz4 && u64::from(entry.blocks) != whole {
                 entry.runs = segment
                     .take_runs(&mut runs, whole, end)
                     .ok_or_else(|| damaged("a run points past the end of its segment"))?;
@@ -165,7 +165,7 @@ impl Segment {
                 "a content reaches past the end of the segment, or a run is left over",
             ));
         }
-        match form != LZ4 || segment.entries.iter().all(|entry| segment.fits(entry)) {
+        match form != Form::Lz4 || segment.entries.iter().all(|entry| segment.fits(entry)) {
             true => Ok(segment),
             false => Err(damaged("the compressed blocks do not fit the contents")),
         }
@@ -226,23 +226,43 @@ impl Footer {
         if footer.magic != *MAGIC {
             return Err(damaged("bad magic in the segment's footer"));
         }
-        if footer.version.get() != VERSION || footer.form.get() > LZ4 {
+        if footer.version.get() != VERSION || footer.form.get() as usize >= FORMS.len() {
             return Err(damaged("unknown version or form of segments"));
         }
-        let blocks = u64::from(footer.blocks.get()) * BLOCK;
-        match blocks + footer.pages_size() + footer.index_size() == footer_at {
+        match footer.file_size() == size {
             true => Ok(footer),
             false => Err(damaged("its size is not what its footer says")),
         }
     }
 
+    /// Of a footer whose form is known.
+    fn form(&self) -> Form {
+        FORMS.get(self.form.get() as usize).copied().unwrap_or_default()
+    }
+
+    /// The size of the whole segment.
+    fn file_size(&self) -> u64 {
+        let tables = self.pages_size() + self.index_size() + size_of::<Self>() as u64;
+        let size = u64::from(self.blocks.get()) * BLOCK + tables;
+        if self.form() == Form::Dax { size.next_multiple_of(DEVICE_ALIGN) } else { size }
+    }
+
+    /// Where the page hashes begin, behind the padding.
+    pub(super) fn pages_at(&self) -> u64 {
+        self.index_at() - self.pages_size()
+    }
+
+    fn index_at(&self) -> u64 {
+        self.file_size() - size_of::<Self>() as u64 - self.index_size()
+    }
+
     fn pclusters(&self) -> u32 {
-        if self.form.get() == LZ4 { self.blocks.get() } else { 0 }
+        if self.form() == Form::Lz4 { self.blocks.get() } else { 0 }
     }
 
     /// Bytes of the page hashes.
     pub(super) fn pages_size(&self) -> u64 {
-        let pages = if self.form.get() == PLAIN { self.blocks.get().min(PAGES_MAX) } else { 0 };
+        let pages = if self.form() == Form::Lz4 { 0 } else { self.blocks.get().min(PAGES_MAX) };
         u64::from(pages) * PAGE_HASH_SIZE as u64
     }
 

@@ -6,7 +6,8 @@
 //!
 //! ```text
 //! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
-//! pages    if it is plain, for each of the first 2^18 blocks the first 8 bytes of its SHA-256
+//! padding  if it is for DAX, zeros that make the file a multiple of 2 MiB
+//! pages    unless it is compressed, for each of the first 2^18 blocks 8 bytes of its SHA-256
 //! index    for each content, in the order of the blocks, 80 bytes:
 //!            0  digest of the object
 //!           32  SHA-256 of the content; zeros if that is larger than 4 GiB
@@ -15,22 +16,25 @@
 //!           76  u32 blocks in this segment
 //!          if it is compressed, then for each block u32: bytes of content in it, and bit 31 if
 //!          they are compressed
-//!          if it is plain, then digests of other segments, 32 bytes each; and, for each content
-//!          that takes another number of blocks than it has, its runs, 12 bytes each:
+//!          else digests of other segments, 32 bytes each; and, for each content that takes
+//!          another number of blocks than it has, its runs, 12 bytes each:
 //!            0  u32 segment: 0 this one, n the n-th other one, 2^32-1 none: zeros
 //!            4  u32 block there
 //!            8  u32 how many blocks
 //! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the
-//!          index, u32 runs, u32 form: 0 plain, 1 compressed
+//!          index, u32 runs, u32 form: 0 plain, 1 compressed, 2 for DAX
 //! ```
 //!
-//! The version is 1. In a compressed segment each block holds as much of one content as fits, as
+//! The version is 1. The hash of a page is the first bytes of its SHA-256. In a compressed segment each block holds as much of one content as fits, as
 //! EROFS keeps it (one LZ4 block with zeros in front), or up to 4 KiB uncompressed. Segments have
 //! one form.
 //!
 //! A plain content refers to another segment instead of repeating pages from a multiple of 64 KiB
 //! on, if they are 512 KiB or more ([`Pages`]). A content of more than 4 GiB does not look for such
 //! pages: its holes begin and end at multiples of more than 64 KiB ([`granule`]).
+//!
+//! A segment for DAX is plain, and is a device of virtual machines (virtio-pmem), which have to be
+//! multiples of 2 MiB. Its contents refer to single pages: guests map them, and never seek.
 //!
 //! A *pack* is the EROFS image over the segments that one image of the store needs. Both are
 //! derived from objects; a pack goes with its image, a segment with the last pack that needs it.
@@ -39,18 +43,21 @@ mod index;
 mod write;
 
 use cofolio_erofs::write::lz4::Pcluster;
-use cofolio_store::{Digest, Domain, Result, StoredFile};
+use cofolio_store::{Digest, Domain, FileKind, Result, StoredFile};
 use serde::{Deserialize, Serialize};
 
 use index::Footer;
 pub use write::{Pages, SegmentWriter, Written};
 
-const BLOCK: u64 = 4096;
+pub(super) const BLOCK: u64 = 4096;
 /// Largest content, in bytes, with a SHA-256: it hashes a terabyte of zeros as slowly as data.
 pub const SHA256_SIZE_MAX: u64 = 4 << 30;
 
 /// Most bytes that holes have in a content of a compressed segment: they are read, and cost blocks.
 pub const HOLES_MAX: u64 = 64 << 30;
+
+/// Files that guests have as a device are multiples of this many bytes.
+pub const DEVICE_ALIGN: u64 = 2 << 20;
 
 /// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
 /// two, at least 64 KiB, and large enough for at most 65,536 entries in an image's table.
@@ -102,7 +109,9 @@ impl IndexEntry {
 }
 
 /// How the contents of segments are kept.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Form {
     /// As they are. Where the filesystem can, they share their blocks with the objects.
@@ -110,6 +119,8 @@ pub enum Form {
     Plain,
     /// Compressed, in blocks of 4 KiB.
     Lz4,
+    /// For virtual machines: plain, each page once, in files that can be devices.
+    Dax,
 }
 
 impl Form {
@@ -118,6 +129,15 @@ impl Form {
         match self {
             Self::Plain => "plain",
             Self::Lz4 => "lz4",
+            Self::Dax => "dax",
+        }
+    }
+
+    /// The kind of packs over segments of this form.
+    pub fn pack_kind(self) -> FileKind {
+        match self {
+            Self::Plain | Self::Lz4 => FileKind::Pack,
+            Self::Dax => FileKind::DaxPack,
         }
     }
 }
@@ -125,6 +145,8 @@ impl Form {
 /// What a segment holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
+    /// How its contents are kept.
+    pub form: Form,
     /// Blocks of 4 KiB.
     pub blocks: u32,
     /// Its contents, in the order of their blocks.
@@ -136,11 +158,6 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// How its contents are kept. One without any is plain.
-    pub fn form(&self) -> Form {
-        if self.pclusters.is_empty() { Form::Plain } else { Form::Lz4 }
-    }
-
     /// What is in the blocks of one of its contents; nothing if it is plain.
     pub fn pclusters_of(&self, entry: &IndexEntry) -> &[Pcluster] {
         let from = self.pclusters.get(entry.block as usize..).unwrap_or_default();

@@ -9,7 +9,10 @@ use sha2::{Digest as _, Sha256};
 
 use super::super::PackError;
 use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
-use super::{BLOCK, BlockRef, HOLES_MAX, IndexEntry, Run, SHA256_SIZE_MAX, Segment, granule};
+use super::{
+    BLOCK, BlockRef, DEVICE_ALIGN, Form, HOLES_MAX, IndexEntry, Run, SHA256_SIZE_MAX, Segment,
+    granule,
+};
 use cofolio_erofs::write::lz4::Pcluster;
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::{Hasher, block_digests, zero_digest};
@@ -21,8 +24,9 @@ use cofolio_store::{
 const PAGE: usize = 4096;
 /// How much is gathered before it is written, in bytes.
 const WRITE_SIZE: usize = 1 << 20;
-/// Bytes of content, at multiples of them, that are looked up together. Fewer would find a little
-/// more but enlarge the table in packs, which is in memory while the file is read.
+/// Bytes of content, at multiples of them, that are looked up together ([`SegmentWriter::unit`]).
+/// Fewer would find a little more but enlarge the table in packs, which is in memory while the file
+/// is read.
 const CHUNK: usize = 16 * PAGE;
 /// Least bytes of a run in another segment, since each run is a seek; the content's end may be
 /// shorter.
@@ -54,7 +58,7 @@ impl Pages {
         let footer = Footer::read(&file)?;
         let blocks = footer.blocks.get();
         let mut table = vec![0; usize::try_from(footer.pages_size()).unwrap_or(usize::MAX)];
-        file.read_exact_at(&mut table, u64::from(blocks) * BLOCK).at("read", file.path())?;
+        file.read_exact_at(&mut table, footer.pages_at()).at("read", file.path())?;
         let hashes = table.as_chunks::<PAGE_HASH_SIZE>().0.iter().map(|it| u64::from_le_bytes(*it));
         self.add_known(Known { digest: *digest, file, blocks }, hashes.zip(0..));
         Ok(())
@@ -111,13 +115,19 @@ pub struct SegmentWriter<'a> {
 }
 
 impl<'a> SegmentWriter<'a> {
-    /// A writer for a segment without plain content in `known`. Fails like [`Staging::put_object`].
-    pub fn new(staging: &'a Staging, known: &'a Pages, cancel: &'a Cancel) -> Result<Self> {
+    /// A writer for a segment of a form, without plain content in `known`. Fails like
+    /// [`Staging::put_object`].
+    pub fn new(
+        staging: &'a Staging,
+        form: Form,
+        known: &'a Pages,
+        cancel: &'a Cancel,
+    ) -> Result<Self> {
         Ok(Self {
             file: staging.file_writer()?,
             hasher: Hasher::new(),
             buffer: Buffer::new(WRITE_SIZE),
-            segment: Segment::default(),
+            segment: Segment { form, ..Segment::default() },
             known,
             cancel,
             others: Vec::new(),
@@ -172,7 +182,7 @@ impl SegmentWriter<'_> {
     /// digest than its name, [`PackError::TooLarge`] if a segment cannot address it, and those of
     /// [`Staging::put_object`].
     pub fn add(&mut self, object: &Digest, size: u64) -> Result<(), PackError> {
-        debug_assert!(self.segment.pclusters.is_empty(), "all contents are kept in one way");
+        debug_assert_ne!(self.segment.form, Form::Lz4, "all contents are kept in one way");
         let source = self.open(object, size)?;
         let block = self.segment.blocks;
         self.room(object, size, size.div_ceil(BLOCK))?;
@@ -182,7 +192,7 @@ impl SegmentWriter<'_> {
             hashers: Hashers::new(size),
             seen: 0,
             zeros: 0,
-            granule: granule(size),
+            granule: self.granule(size),
             rest: Vec::new(),
             pending: 0..0,
             runs: Vec::new(),
@@ -228,7 +238,7 @@ impl SegmentWriter<'_> {
         size: u64,
         compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Pcluster>>,
     ) -> Result<(), PackError> {
-        debug_assert_eq!(self.segment.pclusters.len(), self.segment.blocks as usize);
+        debug_assert_eq!(self.segment.form, Form::Lz4, "all contents are kept in one way");
         let source = self.open(object, size)?;
         let stat = source.descriptor().and_then(|file| rustix::fs::fstat(file).ok());
         if stat.is_some_and(|it| size.saturating_sub(it.st_blocks as u64 * 512) > HOLES_MAX) {
@@ -316,26 +326,47 @@ impl SegmentWriter<'_> {
         self.data(adding, &ZEROS[..rest])
     }
 
+    /// Bytes of content, at multiples of them, that are looked up together.
+    fn unit(&self) -> usize {
+        if self.segment.form == Form::Dax { PAGE } else { CHUNK }
+    }
+
+    /// At which multiples holes of a content begin and end.
+    fn granule(&self, size: u64) -> u64 {
+        match self.segment.form {
+            // A guest reads the table of a file once: up to 4 GiB it has an entry for each page.
+            Form::Dax => (size >> 20).next_power_of_two().max(BLOCK),
+            _ => granule(size),
+        }
+    }
+
     /// Takes the next chunk of a content; the last one may be shorter.
     fn chunk(&mut self, adding: &mut Adding<'_>, data: &[u8]) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }
-        let (len, digests) = (data.len() as u64, block_digests(data));
+        let digests = block_digests(data);
+        adding.hashers.verity.digests(data.len() as u64, &digests);
+        adding.hashers.sha256.iter_mut().for_each(|sha256| sha256.update(data));
+        let unit = self.unit();
+        let units = data.chunks(unit).zip(digests.chunks(unit / PAGE));
+        units.into_iter().try_for_each(|(data, digests)| self.place(adding, data, digests))
+    }
+
+    /// Places a unit of a content; the last one may be shorter.
+    fn place(&mut self, adding: &mut Adding<'_>, data: &[u8], digests: &[[u8; 32]]) -> Result<()> {
         // At most those of a chunk.
         let blocks = u32::try_from(digests.len()).unwrap_or(u32::MAX);
         let start = adding.seen;
-        adding.hashers.verity.digests(len, &digests);
-        adding.hashers.sha256.iter_mut().for_each(|sha256| sha256.update(data));
-        adding.seen += len;
+        adding.seen += data.len() as u64;
         if digests.iter().all(|digest| digest == zero_digest()) {
             self.flush_pending(adding)?;
             adding.zeros += u64::from(blocks) * BLOCK;
             return Ok(());
         }
         self.place_zeros(adding, start, start - start % adding.granule)?;
-        let found =
-            if adding.granule == CHUNK as u64 { self.find(adding, data, &digests)? } else { None };
+        let is_looked_up = adding.granule == self.unit() as u64;
+        let found = if is_looked_up { self.find(adding, data, digests)? } else { None };
         if let Some(place) = found {
             self.flush_pending(adding)?;
             adding.push(Some(place), blocks);
@@ -352,7 +383,7 @@ impl SegmentWriter<'_> {
             }
         }
         self.segment.blocks += blocks;
-        self.hasher.digests(u64::from(blocks) * BLOCK, &digests);
+        self.hasher.digests(u64::from(blocks) * BLOCK, digests);
         if self.file.staging().domain().can_reflink() {
             if adding.pending.is_empty() {
                 adding.pending.start = start;
@@ -396,7 +427,7 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// The block at which a chunk is stored already: behind the previous one, or by one of its pages.
+    /// The block at which a unit is stored already: behind the previous one, or by one of its pages.
     fn find(
         &mut self,
         adding: &mut Adding<'_>,
@@ -412,7 +443,8 @@ impl SegmentWriter<'_> {
             }
         }
         let mut places: Vec<(Option<u32>, u32)> = Vec::new();
-        let pages = if data.len() < CHUNK { &[] } else { digests };
+        let is_whole = data.len().next_multiple_of(PAGE) >= self.unit();
+        let pages = if is_whole { digests } else { &[] };
         for (digest, before) in pages.iter().zip(0..) {
             let hash = hash_of(digest);
             let (known, block) = match (self.pages.get(&hash), self.known.places.get(&hash)) {
@@ -462,7 +494,8 @@ impl SegmentWriter<'_> {
         Ok(read.is_ok() && content == data && padding.iter().all(|byte| *byte == 0))
     }
 
-    /// Whether enough blocks after a chunk match as well for a run; `ahead` caches what was read.
+    /// Whether enough blocks after a unit match as well for a run; `ahead` caches what was read.
+    /// With DAX a page is enough.
     fn goes_on(
         &mut self,
         adding: &mut Adding<'_>,
@@ -470,6 +503,9 @@ impl SegmentWriter<'_> {
         known: Option<u32>,
         block: u32,
     ) -> Result<bool> {
+        if self.segment.form == Form::Dax {
+            return Ok(true);
+        }
         let rest = usize::try_from(adding.size - adding.seen).unwrap_or(usize::MAX);
         if ahead.is_empty() {
             ahead.resize(rest.min(RUN_MIN - CHUNK), 0);
@@ -538,6 +574,13 @@ impl SegmentWriter<'_> {
         self.segment.others = others.collect();
         let mut end: Vec<u8> = self.hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
         end.extend(self.segment.encode());
+        if self.segment.form == Form::Dax {
+            let size = u64::from(self.segment.blocks) * BLOCK + end.len() as u64;
+            let padding = size.next_multiple_of(DEVICE_ALIGN) - size;
+            self.flush()?;
+            self.file.append_hole(padding)?;
+            self.hasher.zeros(padding);
+        }
         self.hasher.update(&end);
         self.write(&end)?;
         self.flush()?;

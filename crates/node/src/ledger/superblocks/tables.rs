@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use cofolio_image::compose::named_objects::{object_of, open_image};
-use cofolio_store::{BoxError, Digest, Domain, Error, StoredFile};
+use cofolio_store::{BoxError, Digest, Domain, Error, FileKind, StoredFile};
 
 use super::super::LedgerError;
 use super::super::index::{Index, ShortDigest};
@@ -86,7 +86,7 @@ impl Inodes {
             Ok(())
         })?;
         if backend == Backend::InodeShare {
-            let packs = domain.packs_of(image)?;
+            let packs = domain.packs_of(FileKind::Pack, image)?;
             let pack = packs.first().ok_or("it has no pack")?;
             read_files(&domain.open_named(pack)?, &mut |path, nid, _| {
                 by_path.get(path).map_or(Ok(()), |object| add(nid, path, object))
