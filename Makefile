@@ -5,6 +5,7 @@
 build:
 	tools/setup build
 	cargo build --release
+	tools/guest
 
 # Two real versions of a real image, with and without sharing. OLD= and NEW= name other images.
 demo:
@@ -29,12 +30,15 @@ corpus:
 # PREFIX says where, DESTDIR below which directory (for packages). BINARY is what gets installed.
 PREFIX ?= /usr/local
 BINARY ?= target/release/cofolio
+# The first process of virtual machines: `tools/guest` builds it.
+GUEST ?= target/lib/cofolio/cofolio-guest
 bin = $(DESTDIR)$(PREFIX)/bin
 share = $(DESTDIR)$(PREFIX)/share
 install: build install-built
 
 install-built:
 	install -D -m 755 $(BINARY) $(bin)/cofolio
+	install -D -m 755 $(GUEST) $(DESTDIR)$(PREFIX)/lib/cofolio/cofolio-guest
 	$(BINARY) man --quiet $(share)/man/man1
 	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
 	$(BINARY) completions bash >$(share)/bash-completion/completions/cofolio
@@ -49,7 +53,7 @@ install-built:
 
 # Images, settings and mounts stay.
 uninstall:
-	rm -f $(bin)/cofolio $(share)/man/man1/cofolio.1 $(share)/man/man1/cofolio-*.1
+	rm -f $(bin)/cofolio $(DESTDIR)$(PREFIX)/lib/cofolio/cofolio-guest $(share)/man/man1/cofolio.1 $(share)/man/man1/cofolio-*.1
 	rm -f $(share)/bash-completion/completions/cofolio $(share)/zsh/site-functions/_cofolio
 	rm -f $(share)/fish/vendor_completions.d/cofolio.fish
 	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.service $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.socket
@@ -59,6 +63,7 @@ uninstall:
 static:
 	tools/setup static
 	cargo build --locked --release -p cofolio --target x86_64-unknown-linux-musl
+	tools/guest x86_64-unknown-linux-musl
 
 # A Debian package, in target/deb.
 deb: build

@@ -23,6 +23,7 @@ use cofolio_node::names::NameError;
 use cofolio_node::profile::ProfileError;
 use cofolio_node::run_dir::RunDirError;
 use cofolio_node::upkeep::UpkeepError;
+use cofolio_node::vm::VmError;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{ErrorKind, StoreFile};
 use rustix::io::Errno;
@@ -62,7 +63,8 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
         of_name, of_run_dir, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend,
-        of_upkeep, of_commons, of_cgroup, of_profile, of_run, of_ledger, of_daemon, of_client
+        of_upkeep, of_commons, of_cgroup, of_profile, of_run, of_vm, of_ledger, of_daemon,
+        of_client
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -376,7 +378,7 @@ fn of_bundle(error: &BundleError) -> Classified {
             Exit::Failure,
             "use --rw, or --writable with a directory above it (see --help), or add it to the image, or to the host's directory behind a read-only volume",
         ),
-        BundleError::UnknownAccount { .. } => {
+        BundleError::Account(_) => {
             hint(Exit::NotFound, "--user UID:GID takes numbers, which need no account")
         }
         BundleError::Exists(_) => hint(Exit::Usage, "--replace overwrites it"),
@@ -518,6 +520,32 @@ fn of_pack(error: &PackError) -> Classified {
         PackError::Cancelled(_) => code(Exit::Interrupted),
         PackError::Store(error) => of_store(error),
         _ => CAUSE,
+    }
+}
+
+fn of_vm(error: &VmError) -> Classified {
+    match error {
+        VmError::Unsupported(_) => code(Exit::Missing),
+        VmError::NoKernel => hint(
+            Exit::Missing,
+            "install a kernel of the distribution (linux-image-cloud-amd64 in Debian), or name \
+             another with --kernel",
+        ),
+        VmError::Kernel { .. } | VmError::Guest { .. } => code(Exit::Missing),
+        VmError::Exists(_) => hint(
+            Exit::Busy,
+            "`cofolio vm ps` lists virtual machines, `cofolio vm stop NAME` ends one",
+        ),
+        VmError::NotFound(_) => hint(Exit::NotFound, "`cofolio vm ps` lists virtual machines"),
+        VmError::Name(_) => code(Exit::Usage),
+        VmError::StillRunning(_) => code(Exit::Busy),
+        VmError::Cancelled(_) => code(Exit::Interrupted),
+        VmError::Bundle(error) => of_bundle(error),
+        VmError::Pack(error) => of_pack(error),
+        VmError::RunDir(error) => of_run_dir(error),
+        VmError::Mount(error) => of_mount(error),
+        VmError::Store(error) => of_store(error),
+        _ => code(Exit::Failure),
     }
 }
 

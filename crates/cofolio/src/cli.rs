@@ -185,6 +185,7 @@ commands! {
     Profile => profile,
     Reclaim => reclaim,
     Stop => stop,
+    Vm => vm,
     Survey => survey,
     Bundle => bundle,
     Doctor => doctor,

@@ -18,11 +18,13 @@ pub mod policy;
 pub mod probe;
 pub(crate) mod processes;
 pub mod profile;
+pub(crate) mod programs;
 pub mod run_dir;
 pub mod settings;
 pub mod size;
 pub mod survey;
 pub mod upkeep;
+pub mod vm;
 
 #[cfg(fuzzing)]
 pub use processes::fuzz;

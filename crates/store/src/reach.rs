@@ -111,12 +111,16 @@ impl Domain {
             (RootKind::Lease, _) => {
                 file.id.as_ref().map_or(Ok(true), |id| self.is_orphaned_lease(id))
             }
-            // Mount records are not synced. A torn one's mount went with the crash.
-            (RootKind::Mount, Err(error)) => Ok(matches!(error, Error::Corrupt { .. })),
-            (RootKind::Mount, Ok(Some(root))) => Ok(match (&root.boot_id, &options.boot_id) {
-                (Some(theirs), Some(ours)) => theirs != ours,
-                _ => false,
-            }),
+            // These records are not synced. What a torn one was made for went with the crash.
+            (RootKind::Mount | RootKind::Vm, Err(error)) => {
+                Ok(matches!(error, Error::Corrupt { .. }))
+            }
+            (RootKind::Mount | RootKind::Vm, Ok(Some(root))) => {
+                Ok(match (&root.boot_id, &options.boot_id) {
+                    (Some(theirs), Some(ours)) => theirs != ours,
+                    _ => false,
+                })
+            }
         }
     }
 }

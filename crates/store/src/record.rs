@@ -103,17 +103,20 @@ pub enum RootKind {
     Lease,
     /// It is mounted. Does not outlive the boot it was made in.
     Mount,
+    /// A virtual machine has it. Does not outlive the boot it was made in.
+    Vm,
 }
 
 impl RootKind {
     /// All kinds.
-    pub const ALL: [Self; 2] = [Self::Lease, Self::Mount];
+    pub const ALL: [Self; 3] = [Self::Lease, Self::Mount, Self::Vm];
 
     /// Its name.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Lease => "lease",
             Self::Mount => "mount",
+            Self::Vm => "vm",
         }
     }
 
@@ -121,7 +124,13 @@ impl RootKind {
         match self {
             Self::Lease => "roots/lease",
             Self::Mount => "roots/mount",
+            Self::Vm => "roots/vm",
         }
+    }
+
+    /// Whether it ends with the boot, so that its roots need not be durable.
+    pub(crate) fn ends_with_boot(self) -> bool {
+        self != Self::Lease
     }
 }
 
@@ -144,7 +153,8 @@ pub struct Root {
     /// When the root was made, in seconds since 1970.
     #[serde(default)]
     pub created: i64,
-    /// `/proc/sys/kernel/random/boot_id` at the time. For mounts: they end with the boot.
+    /// `/proc/sys/kernel/random/boot_id` at the time. For mounts and virtual
+    /// machines: they end with the boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<String>,
 }

@@ -22,8 +22,8 @@ pub(crate) const REFS: &str = "refs";
 pub(crate) const UNNAMED: &str = "unnamed";
 pub(crate) const ROOTS: &str = "roots";
 /// Directories of the records that keep images and layers.
-pub(crate) const RECORDS: [&str; 3] =
-    [REFS, RootKind::Lease.directory(), RootKind::Mount.directory()];
+pub(crate) const RECORDS: [&str; 4] =
+    [REFS, RootKind::Lease.directory(), RootKind::Mount.directory(), RootKind::Vm.directory()];
 
 pub(crate) struct RecordFile {
     /// Path below the store.
@@ -238,8 +238,8 @@ impl Domain {
         Ok(roots)
     }
 
-    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts,
-    /// which do not outlive a crash and must be quick. Written even to a store that this program
+    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts
+    /// and virtual machines, which do not outlive a crash and must be quick. Written even to a store that this program
     /// may not change: roots are state of this boot, for the sake of whoever may collect it.
     ///
     /// # Errors
@@ -248,7 +248,7 @@ impl Domain {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         let _lock = self.lock_names()?;
-        let durable = root.kind != RootKind::Mount;
+        let durable = !root.kind.ends_with_boot();
         if durable {
             self.sync_parts()?;
         }
@@ -269,7 +269,7 @@ impl Domain {
     /// [`Error::BadName`], [`Error::Io`].
     pub fn remove_root(&self, kind: RootKind, id: &str) -> Result<bool> {
         let removed = self.unlink_if_there(&self.root_file(kind, id)?)?;
-        if removed && kind != RootKind::Mount {
+        if removed && !kind.ends_with_boot() {
             self.sync_directory(kind.directory())?;
         }
         Ok(removed)

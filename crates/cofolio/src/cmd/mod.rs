@@ -38,6 +38,7 @@ pub(crate) mod tag;
 pub(crate) mod top;
 pub(crate) mod umount;
 pub(crate) mod verify;
+pub(crate) mod vm;
 pub(crate) mod warm;
 
 use std::collections::BTreeSet;

@@ -315,14 +315,14 @@ fn tell_what_is_written(containers: &Containers<'_>, container: &Container) -> a
 }
 
 /// The process that the user waits for, or the one that waits for a detached container.
-enum Side {
+pub(super) enum Side {
     /// The container runs, or could not be started.
     Foreground(Ended),
     /// A byte into the pipe says that the container runs.
     Background(PipeWriter),
 }
 
-fn background() -> anyhow::Result<Side> {
+pub(super) fn background() -> anyhow::Result<Side> {
     let (mut running, ready) = std::io::pipe()?;
     let child = match cofolio_sys::process::fork().context("going into the background")? {
         Fork::Child => return Ok(Side::Background(ready)),
@@ -501,7 +501,7 @@ fn end_with_input(context: &Context<'_>, name: &str) -> anyhow::Result<Receiver<
 
 /// Rows and columns of the terminal that standard input is. crun takes them from the configuration
 /// only.
-fn terminal_size() -> Option<(u16, u16)> {
+pub(super) fn terminal_size() -> Option<(u16, u16)> {
     let size = rustix::termios::tcgetwinsize(std::io::stdin()).ok()?;
     (size.ws_row > 0 && size.ws_col > 0).then_some((size.ws_row, size.ws_col))
 }

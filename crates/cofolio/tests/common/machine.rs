@@ -106,19 +106,23 @@ pub(crate) fn machine_in(sandbox: Sandbox, test: &str) -> Option<(Machine, Vec<&
     if !can_mount(test) {
         return None;
     }
-    let is_static =
-        |path: &PathBuf| fs::read(path).is_ok_and(|text| !contains(&text, b"/ld-linux"));
-    let Some(busybox) = program("busybox").filter(is_static) else {
-        skip(test, "no static busybox (package busybox-static)");
-        return None;
-    };
     let runtimes: Vec<_> =
         ["crun", "runc"].into_iter().filter(|name| program(name).is_some()).collect();
     if runtimes.is_empty() {
         skip(test, "neither crun nor runc is installed");
         return None;
     }
-    let machine = Machine(sandbox);
+    import_box(&sandbox, test).then(|| (Machine(sandbox), runtimes))
+}
+
+/// Imports an image with a shell, `box:1`; says why not.
+pub(crate) fn import_box(sandbox: &Sandbox, test: &str) -> bool {
+    let is_static =
+        |path: &PathBuf| fs::read(path).is_ok_and(|text| !contains(&text, b"/ld-linux"));
+    let Some(busybox) = program("busybox").filter(is_static) else {
+        skip(test, "no static busybox (package busybox-static)");
+        return false;
+    };
     let mut tar = Tar::default();
     for dir in ["bin/", "etc/", "proc/", "sys/", "dev/", "mnt/"] {
         tar.directory(dir, 0o755);
@@ -133,10 +137,10 @@ pub(crate) fn machine_in(sandbox: Sandbox, test: &str) -> Option<(Machine, Vec<&
         "Entrypoint": ["/bin/busybox"], "Cmd": ["echo", "from", "image"],
         "Env": ["PATH=/bin", "COLOR=blue"], "Volumes": {"/data": {}},
     });
-    let layout = machine.dir("layout");
+    let layout = sandbox.dir("layout");
     write_layout(&layout, "box:1", &[tar.finish()], config);
-    machine.run(&["import", "--name", "box:1", layout.to_str().unwrap()]).ok();
-    Some((machine, runtimes))
+    sandbox.run(&["import", "--name", "box:1", layout.to_str().unwrap()]).ok();
+    true
 }
 
 pub(crate) fn contains(text: &[u8], part: &[u8]) -> bool {

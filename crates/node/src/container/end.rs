@@ -12,12 +12,10 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
-use super::{
-    Container, ContainerStatus, Containers, Result, RunError, is_at, is_name, kept_exit_status,
-    lock, read_record, write_file,
-};
+use super::{Container, ContainerStatus, Containers, Result, RunError, is_at, read_record};
 use crate::mount::kernel::open_dir;
 use crate::mount::{At as _, MountError, UmountOptions, take_down};
+use crate::run_dir::running::{is_name, kept_exit_status, lock, write_file};
 use crate::run_dir::{self, RunDir};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
@@ -175,7 +173,7 @@ impl Containers<'_> {
             Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => lock,
             Ok(_) => return Ok(false),
             Err(error) if error.is_missing() => return Ok(false),
-            Err(error) => return Err(error),
+            Err(error) => return Err(error.into()),
         };
         let Some(record) = read_record(&dir)? else {
             self.remove_lost(name, &dir)?;

@@ -86,12 +86,6 @@ impl From<RunDirError> for RunError {
     }
 }
 
-impl RunError {
-    pub(super) fn is_missing(&self) -> bool {
-        matches!(self, Self::Mount(error) if error.is_missing())
-    }
-}
-
 pub(super) type Result<T, E = RunError> = std::result::Result<T, E>;
 
 /// What was wrong when a runtime refused.

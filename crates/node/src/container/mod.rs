@@ -35,9 +35,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 
+use cofolio_store::Digest;
 use cofolio_store::task::Cancelled;
-use cofolio_store::{Digest, Purpose, replace_file};
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
@@ -46,7 +45,8 @@ use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
 use crate::kernel_text;
 use crate::mount::{At as _, Check, MountError, Mounter};
-use crate::run_dir::{self, is_at, read_json, read_small, try_flock};
+use crate::run_dir::running::{is_locked, is_name, kept_exit_status, read_text};
+use crate::run_dir::{self, is_at, read_json};
 
 pub(crate) use end::ends_within;
 pub use end::pidfd;
@@ -54,9 +54,6 @@ pub use error::{Reason, RunError};
 pub use runtime::Runtime;
 pub use start::{Exec, Finished, exit_status, wait_for};
 pub use streams::{Copies, Streams, append};
-
-/// Largest size of each of the two files that hold the output of a detached container.
-pub const OUTPUT_BYTES_MAX: u64 = 1 << 20;
 
 /// What to start.
 #[derive(Debug, Clone)]
@@ -380,31 +377,6 @@ fn refusal(log: &Path, runtime: &Runtime) -> Option<RunError> {
     Some(RunError::Refused { runtime: runtime.name(), said, reason })
 }
 
-fn is_name(name: &str) -> bool {
-    let first = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
-    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'.' | b'-');
-    first && name.len() <= 63 && name.bytes().all(plain)
-}
-
-/// Locks a container's directory; `None` if another process has the lock.
-fn lock(dir: &Path, how: FlockOperation) -> Result<Option<OwnedFd>> {
-    let path = dir.join("lock");
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-    let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).at("opening", &path)?;
-    Ok(try_flock(&file, how, &path)?.then_some(file))
-}
-
-/// Tests the lock without taking it.
-fn is_locked(dir: &Path) -> Result<bool> {
-    let path = dir.join("lock");
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = match rustix::fs::open(&path, flags, Mode::empty()) {
-        Err(Errno::NOENT) => return Ok(false),
-        other => other.at("opening", &path)?,
-    };
-    Ok(!try_flock(&file, FlockOperation::NonBlockingLockShared, &path)?)
-}
-
 /// The record of a container; `None` where none was written, so that nothing was mounted either.
 fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
     read_json(&dir.join("container.json")).map_err(|error| RunError::Record(error.into()))
@@ -424,19 +396,4 @@ fn read_unless_gone(path: &Path) -> Result<Option<String>, MountError> {
         }
         other => other.at("reading", path).map(Some),
     }
-}
-
-/// Reads a file of a container's directory, if it is there and one of ours.
-fn read_text(path: &Path) -> Option<String> {
-    String::from_utf8(read_small(path).ok()?).ok()
-}
-
-fn kept_exit_status(dir: &Path) -> Option<u8> {
-    read_text(&dir.join("exit"))?.trim().parse().ok()
-}
-
-/// Writes a file in one step: no reader, and no crash, leaves half of it.
-fn write_file(path: &Path, content: &[u8]) -> Result<(), MountError> {
-    let aside = path.with_extension("new");
-    replace_file(CWD, &aside, path, content, Purpose::Record, false).at("writing", path)
 }

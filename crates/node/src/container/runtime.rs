@@ -9,12 +9,10 @@ use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
 use super::RunError;
+use crate::programs;
 
 /// Runtimes to look for, best first: crun starts a container in a third of runc's time.
 const NAMES: [&str; 2] = ["crun", "runc"];
-/// Directories of administrators' programs, which `PATH` may lack.
-const PLACES: [&str; 4] = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"];
-
 /// An OCI runtime.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Runtime {
@@ -37,8 +35,8 @@ impl Runtime {
             Some(path) if path.contains('/') => {
                 std::path::absolute(path).ok().filter(|path| path.is_file())
             }
-            Some(name) => program(name),
-            None => NAMES.iter().find_map(|name| program(name)),
+            Some(name) => programs::find(name),
+            None => NAMES.iter().find_map(|name| programs::find(name)),
         };
         let Some(path) = found else {
             let names = wanted.map_or_else(|| NAMES.join(" nor "), str::to_owned);
@@ -94,12 +92,4 @@ impl Runtime {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
-}
-
-fn program(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let places = std::env::split_paths(&path).chain(PLACES.iter().map(PathBuf::from));
-    // An empty entry of `PATH` is the working directory, whoever can write to that.
-    let places = places.filter(|dir| dir.is_absolute());
-    places.map(|dir| dir.join(name)).find(|file| file.is_file())
 }

@@ -3,23 +3,24 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use cofolio_store::task::Cancel;
-use rustix::fs::{FlockOperation, Gid, MemfdFlags, Uid, memfd_create};
+use rustix::fs::{Gid, MemfdFlags, Uid, memfd_create};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::end::hangs;
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
-    Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
+    Streams, bundle, refusal,
 };
 use crate::mount::kernel::open_dir;
 use crate::mount::{Access, At as _, IdMap, MountError, MountOptions, MountRequest};
+use crate::run_dir::running::{OUTPUT_BYTES_MAX, claim, is_name, read_text, write_file};
 
 /// Largest `config.json`, in bytes: an environment may have megabytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
@@ -36,7 +37,7 @@ impl Containers<'_> {
     pub fn start_detached(&self, request: &Request, output: Option<PathBuf>) -> Result<Running> {
         set_child_subreaper(Some(getpid())).at("becoming the parent of", "the container")?;
         let streams = Streams::File {
-            bytes_max: output.as_ref().map_or(super::OUTPUT_BYTES_MAX, |_| u64::MAX),
+            bytes_max: output.as_ref().map_or(OUTPUT_BYTES_MAX, |_| u64::MAX),
             path: output.unwrap_or_else(|| PathBuf::from("output")),
         };
         let mut running = self.launch(request, &streams, true)?;
@@ -153,39 +154,16 @@ impl Containers<'_> {
         Ok((container.record.runtime.spawn(&mut command).map_err(failed)?, copies))
     }
 
-    /// Takes a name and locks its directory.
+    /// Takes a name and locks its directory. A container that has ended makes room.
     fn claim(&self, request: &Request) -> Result<(String, PathBuf, OwnedFd)> {
-        const TRIES_MAX: u32 = 100;
-        for _ in 0..TRIES_MAX {
-            let name = match &request.name {
-                Some(name) => name.clone(),
-                None => new_name(&request.image_name),
-            };
-            if !is_name(&name) {
-                return Err(RunError::Name(name));
-            }
-            self.mounter.run_dir().prepare()?;
-            let dir = self.dir().join(&name);
-            match fs::DirBuilder::new().mode(0o700).create(&dir) {
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    // A container that has ended makes room.
-                    if request.name.is_none() || self.remove_if_ended(&name, true)? {
-                        continue;
-                    }
-                    return Err(RunError::Exists(name));
-                }
-                other => other.at("creating", &dir)?,
-            }
-            // Meanwhile another process may have removed it as a leftover.
-            match lock(&dir, FlockOperation::LockExclusive) {
-                Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => {
-                    return Ok((name, dir, lock));
-                }
-                Err(error) if !error.is_missing() => return Err(error),
-                _ => {}
-            }
+        let wanted = request.name.as_deref();
+        if let Some(name) = wanted.filter(|name| !is_name(name)) {
+            return Err(RunError::Name(name.to_owned()));
         }
-        Err(RunError::Exists(request.name.clone().unwrap_or_default()))
+        self.mounter.run_dir().prepare()?;
+        let make_room = |name: &str| self.remove_if_ended(name, true);
+        let claimed = claim(&self.dir(), wanted, &request.image_name, make_room)?;
+        claimed.ok_or_else(|| RunError::Exists(wanted.unwrap_or_default().to_owned()))
     }
 
     /// Mounts the image and returns the text of `config.json`.
@@ -392,20 +370,4 @@ pub fn wait_for(child: Pid) -> io::Result<ExitStatus> {
 pub fn exit_status(status: ExitStatus) -> u8 {
     let status = status.signal().map_or(status.code(), |signal| Some(128 + signal));
     status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX)
-}
-
-/// `redis-3f9c21`: the image's name, and a random number.
-pub(super) fn new_name(image: &str) -> String {
-    let last = image.rsplit('/').next().unwrap_or_default();
-    let last = last.split([':', '@']).next().unwrap_or_default();
-    let plain = last.chars().filter(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'));
-    let plain: String = plain.take(40).collect();
-    let plain = plain.trim_start_matches(['_', '-']);
-    let mut bytes = [0u8; 4];
-    let random = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    let number = match random {
-        Ok(_) => u32::from_ne_bytes(bytes),
-        Err(_) => std::process::id(),
-    };
-    format!("{}-{:06x}", if plain.is_empty() { "box" } else { plain }, number & 0xFF_FFFF)
 }

@@ -47,7 +47,7 @@ pub struct Copies(Vec<JoinHandle<io::Result<()>>>);
 impl Copies {
     /// Waits until everything is copied (no process has the pipes any more), or until it is given up. Fails if some
     /// of it could not be written.
-    pub(super) fn finish(mut self, given_up: &Cancel) -> io::Result<()> {
+    pub(crate) fn finish(mut self, given_up: &Cancel) -> io::Result<()> {
         let all = || Ok(self.0.iter().all(JoinHandle::is_finished).then_some(()));
         given_up
             .wait_for(all)
@@ -66,7 +66,7 @@ impl Copies {
 
 impl Streams {
     /// Sets the streams of `command`. Copying ends when `command` is dropped and its processes end.
-    pub(super) fn connect(&self, command: &mut Command) -> io::Result<Copies> {
+    pub(crate) fn connect(&self, command: &mut Command) -> io::Result<Copies> {
         let mut copies = Copies::default();
         let (empty, _) = io::pipe()?;
         match self {

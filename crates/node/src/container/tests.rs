@@ -2,8 +2,9 @@ use std::fs::File;
 use std::io;
 
 use super::error::{complaint, reason};
-use super::start::new_name;
 use super::*;
+use crate::run_dir::running::new_name;
+use rustix::fs::{CWD, Mode};
 
 #[test]
 fn names_are_never_paths() {

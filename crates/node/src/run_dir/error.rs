@@ -40,6 +40,13 @@ pub enum RunDirError {
     Cancelled(#[from] Cancelled),
 }
 
+impl RunDirError {
+    /// Whether a file or directory is not there.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
 /// Names the path of an I/O error.
 pub(super) trait At<T> {
     fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T, RunDirError>;

@@ -14,6 +14,7 @@
 //!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
 //!   images/<domain>/overlays.json other engines' overlays that may have a layer of ours
 //!   containers/<name>/            one container of `run` (see the module of that name)
+//!   vms/<name>/                   one virtual machine of `vm run` (see the module `vm`)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to
 //!                                 take such images' superblocks down
@@ -31,6 +32,7 @@
 mod error;
 mod files;
 mod lock;
+pub(crate) mod running;
 
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
@@ -138,13 +140,14 @@ impl RunDir {
     /// Directories in it that are not a runtime's, and their modes. No host user may run a pinned
     /// image's set-user-id programs. Root in a user namespace must reach its container's root
     /// filesystem, by name only.
-    pub(crate) const OWN: [(&str, u32); 6] = [
+    pub(crate) const OWN: [(&str, u32); 7] = [
         ("mounts", 0o700),
         (ASIDE, 0o700),
         (ATTACHED, 0o700),
         ("images", 0o700),
         ("locks", 0o700),
         ("containers", 0o711),
+        ("vms", 0o700),
     ];
 
     /// Its path.

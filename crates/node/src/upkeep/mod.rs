@@ -17,6 +17,7 @@ use crate::config::Limit;
 use crate::container::{Containers, RunError};
 use crate::mount::{MountError, Mounter};
 use crate::run_dir::RunDir;
+use crate::vm::{Machines, VmError};
 use bases::BasesReport;
 
 const DAY_SECONDS: i64 = 86_400;
@@ -58,6 +59,9 @@ pub enum UpkeepError {
     /// Containers could not be looked at.
     #[error(transparent)]
     Container(#[from] RunError),
+    /// Virtual machines could not be looked at.
+    #[error(transparent)]
+    Vm(#[from] VmError),
     /// Mounts could not be looked at.
     #[error(transparent)]
     Mount(#[from] MountError),
@@ -93,6 +97,10 @@ impl<'a> Upkeep<'a> {
         Mounter::new(self.domain, self.run.clone(), &ImageContents)
     }
 
+    fn machines(&self) -> Machines<'a> {
+        Machines::new(self.domain, self.run.clone())
+    }
+
     /// Does all of it; `announce` hears which images go before they do. After an error, `report` has
     /// the steps that were complete.
     pub fn run(
@@ -106,6 +114,7 @@ impl<'a> Upkeep<'a> {
         // What killed processes left would count as in use.
         if !options.dry_run {
             Containers::new(self.mounter()).reconcile(&mut report.failed)?;
+            self.machines().reconcile(&mut report.failed)?;
             report.failed.extend(mounter.reconcile()?.failed);
         }
         task.check()?;
@@ -117,7 +126,7 @@ impl<'a> Upkeep<'a> {
         } else {
             report.gc = self.domain.gc(&ImageContents, &live, &gc)?;
         }
-        let in_use = mounter.live_images()?;
+        let in_use = [mounter.live_images()?, self.machines().live_images()?].concat();
         report.rewritten = pack::rewrite(self.domain, &in_use, options.dry_run, task)?;
         if options.dry_run {
             return Ok(());

@@ -1,98 +1,12 @@
 //! Users and groups as the image's own `/etc/passwd` and `/etc/group` have them.
 
-use std::collections::BTreeSet;
+use cofolio_guest::accounts::{User, find_user};
 
+use super::Result;
 use super::rootfs::Rootfs;
-use super::{BundleError, Result};
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct User {
-    pub(super) uid: u32,
-    pub(super) gid: u32,
-    /// All groups, the primary one first: without it among the supplementary groups, a process
-    /// passes checks that deny that group (CVE-2022-36109).
-    pub(super) additional_gids: Vec<u32>,
-}
-
-/// Resolves `user[:group]` in the account files of a root filesystem, as Docker and runc do.
-///
-/// A number without an account stands for itself, with group 0; an unknown name is an error. With
-/// an explicit group there are no supplementary groups; without one, those that list the user.
+/// Resolves `user[:group]` in the account files of a root filesystem ([`find_user`]).
 pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
     let passwd = root.account_file("/etc/passwd")?;
-    let found = find_user(&passwd, &root.account_file("/etc/group")?, spec)?;
-    // To system calls that set ids, this is "leave it as it is": as root.
-    let is_none = |id: &u32| *id == u32::MAX;
-    if is_none(&found.uid) || found.additional_gids.iter().any(is_none) {
-        return Err(BundleError::NoId(spec.to_owned()));
-    }
-    Ok(found)
-}
-
-/// [`resolve_user`] in the texts of the account files.
-pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> {
-    let (user, group) = match spec.split_once(':') {
-        Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
-        None => (spec, None),
-    };
-    let user = if user.is_empty() { "0" } else { user };
-    // No account can have a name that is a number to others (CVE-2016-3697).
-    let number = numeric(user)?;
-
-    // name:password:uid:gid:comment:home:shell
-    let account = passwd.lines().find_map(|line| {
-        let fields: Vec<&str> = line.split(':').collect();
-        let (name, uid, gid) = (fields.first()?, fields.get(2)?, fields.get(3)?);
-        let (uid, gid): (u32, u32) = (uid.parse().ok()?, gid.parse().ok()?);
-        let is_it = number.map_or(*name == user, |number| number == uid);
-        is_it.then(|| ((*name).to_owned(), uid, gid))
-    });
-    let (name, uid, gid) = match (account, number) {
-        (Some((name, uid, gid)), _) => (Some(name), uid, gid),
-        (None, Some(uid)) => (None, uid, 0),
-        (None, None) => {
-            return Err(BundleError::UnknownAccount {
-                kind: "user",
-                name: user.to_owned(),
-                file: "/etc/passwd",
-            });
-        }
-    };
-
-    // name:password:gid:members
-    let mut parsed = groups.lines().filter_map(|line| {
-        let fields: Vec<&str> = line.split(':').collect();
-        let (name, gid) = (*fields.first()?, fields.get(2)?.parse::<u32>().ok()?);
-        Some((name, gid, fields.get(3).copied().unwrap_or_default()))
-    });
-    if let Some(group) = group {
-        let number = numeric(group)?;
-        let found =
-            parsed.find(|(name, gid, _)| number.map_or(*name == group, |number| number == *gid));
-        let gid = found.map(|(_, gid, _)| gid).or(number);
-        let gid = gid.ok_or_else(|| BundleError::UnknownAccount {
-            kind: "group",
-            name: group.to_owned(),
-            file: "/etc/group",
-        })?;
-        return Ok(User { uid, gid, additional_gids: vec![gid] });
-    }
-    let mut additional_gids = vec![gid];
-    let mut known = BTreeSet::from([gid]);
-    if let Some(name) = name {
-        for (_, gid, members) in parsed {
-            if members.split(',').any(|member| member.trim() == name) && known.insert(gid) {
-                additional_gids.push(gid);
-            }
-        }
-    }
-    Ok(User { uid, gid, additional_gids })
-}
-
-/// The number of a user or group that is given as one.
-fn numeric(text: &str) -> Result<Option<u32>> {
-    if text.is_empty() || !text.bytes().all(|b| b.is_ascii_digit()) {
-        return Ok(None);
-    }
-    text.parse().map(Some).map_err(|_| BundleError::NoId(text.to_owned()))
+    Ok(find_user(&passwd, &root.account_file("/etc/group")?, spec)?)
 }

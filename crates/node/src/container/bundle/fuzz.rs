@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::accounts::find_user;
 use super::{CAPABILITIES, ImageConfig, Options, generate, words};
+use cofolio_guest::accounts::find_user;
 
 fn bundle() -> &'static Path {
     static BUNDLE: OnceLock<PathBuf> = OnceLock::new();

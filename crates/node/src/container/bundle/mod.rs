@@ -24,6 +24,7 @@ use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use cofolio_guest::accounts::AccountError;
 use cofolio_store::{Purpose, replace_file};
 use cofolio_sys::userns::IdRange;
 
@@ -83,16 +84,9 @@ pub enum BundleError {
         "there is no command: the image has none and none was given (with --entrypoint its Cmd does not count)"
     )]
     NoCommand,
-    /// The image's account files lack a user or group.
-    #[error("{kind} `{name}` is not in the image's {file}")]
-    UnknownAccount {
-        /// `user` or `group`.
-        kind: &'static str,
-        /// As the image config or the caller gives it.
-        name: String,
-        /// `/etc/passwd` or `/etc/group`.
-        file: &'static str,
-    },
+    /// The image has no such user.
+    #[error(transparent)]
+    Account(#[from] AccountError),
     /// There is nothing to mount on.
     #[error("mount point {0} does not exist, and its parent is read-only")]
     MissingMountPoint(String),
@@ -113,9 +107,6 @@ pub enum BundleError {
         /// The path that is there already.
         hidden: PathBuf,
     },
-    /// 2^32 - 1 is no number of a user or group, and there are no higher ones.
-    #[error("user `{0}`: numbers of users and groups are below 4294967295")]
-    NoId(String),
     /// A path in the image config is not absolute or steps outside with `..`.
     #[error("image config: {what} `{path}` is not a plain absolute path")]
     BadPath {
@@ -394,12 +385,8 @@ fn make(
     options: &Options,
     host_root: &Path,
 ) -> Result<Value> {
-    if let Some(os) = image.os.as_deref().filter(|os| !os.is_empty() && *os != "linux") {
-        return Err(BundleError::OperatingSystem(os.to_owned()));
-    }
-    let args = command(image, options)?;
-    let user = resolve_user(root, options.user.as_deref().unwrap_or_else(|| image.user()))?;
-    let cwd = working_dir(options.working_dir.as_deref().unwrap_or_else(|| image.working_dir()))?;
+    let program = program(image, options)?;
+    let user = resolve_user(root, &program.user)?;
     let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
     let mounts = mounts::mounts(place, root, image, options, unified)?;
     let hostname = options.hostname.clone().or_else(|| {
@@ -448,9 +435,9 @@ fn make(
         "process": {
             "terminal": options.terminal,
             "user": {"uid": user.uid, "gid": user.gid, "additionalGids": user.additional_gids},
-            "args": args,
-            "env": environment(image, options),
-            "cwd": cwd,
+            "args": program.command,
+            "env": program.env,
+            "cwd": program.cwd,
             "capabilities": {
                 "bounding": words(CAPABILITIES),
                 "effective": words(CAPABILITIES),
@@ -482,6 +469,32 @@ fn resources(options: &Options) -> Value {
         resources["cpu"] = json!({"quota": quota, "period": CPU_PERIOD_US});
     }
     resources
+}
+
+/// What the program of an image is started with, wherever it runs.
+pub(crate) struct Program {
+    pub(crate) command: Vec<String>,
+    pub(crate) env: Vec<String>,
+    pub(crate) cwd: String,
+    /// `user[:group]`.
+    pub(crate) user: String,
+}
+
+/// The program of an image, with these options.
+///
+/// # Errors
+/// [`BundleError::OperatingSystem`], [`BundleError::NoCommand`], [`BundleError::BadPath`].
+pub(crate) fn program(image: &ImageConfig, options: &Options) -> Result<Program> {
+    if let Some(os) = image.os.as_deref().filter(|os| !os.is_empty() && *os != "linux") {
+        return Err(BundleError::OperatingSystem(os.to_owned()));
+    }
+    let cwd = options.working_dir.as_deref().unwrap_or_else(|| image.working_dir());
+    Ok(Program {
+        command: command(image, options)?,
+        env: environment(image, options),
+        cwd: working_dir(cwd)?,
+        user: options.user.as_deref().unwrap_or_else(|| image.user()).to_owned(),
+    })
 }
 
 /// The command line: the image's entry point and arguments, overridden as by `docker run`.

@@ -4,8 +4,8 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 
 use tempfile::NamedTempFile;
 
-use super::accounts::User;
 use super::*;
+use cofolio_guest::accounts::User;
 
 fn write(
     dir: &Path,
@@ -58,7 +58,10 @@ fn users_by_name_number_and_group() {
     assert_eq!(resolve("4242:4243").unwrap(), user(4242, 4243, &[4243]));
     assert_eq!(resolve(":audio").unwrap(), user(0, 29, &[29]));
     // An account whose numbers do not fit is no account.
-    assert!(matches!(resolve("minus"), Err(BundleError::UnknownAccount { kind: "user", .. })));
+    assert!(matches!(
+        resolve("minus"),
+        Err(BundleError::Account(AccountError::Unknown { kind: "user", .. }))
+    ));
     let error = resolve("nobody").unwrap_err().to_string();
     assert_eq!(error, "user `nobody` is not in the image's /etc/passwd");
     let error = resolve("redis:wheel").unwrap_err().to_string();
@@ -94,7 +97,7 @@ fn account_files_cannot_lead_outside() {
     symlink(host.path().join("passwd"), &link).unwrap();
     assert!(matches!(
         resolve_user(&Rootfs::open(root.path()).unwrap(), "evil"),
-        Err(BundleError::UnknownAccount { .. })
+        Err(BundleError::Account(AccountError::Unknown { .. }))
     ));
 
     // A link that stays inside is followed, absolute ones from the image's root.
@@ -454,7 +457,10 @@ fn no_user_is_root_by_the_number_that_means_none() {
     assert_eq!(resolve_user(&root, "1000:1000").unwrap(), user(1000, 1000, &[1000]));
     for spec in ["4294967295", "4294967296", "none", "0:4294967295"] {
         let found = resolve_user(&root, spec);
-        assert!(matches!(found, Err(BundleError::NoId(_))), "{spec} {found:?}");
+        assert!(
+            matches!(found, Err(BundleError::Account(AccountError::NoId(_)))),
+            "{spec} {found:?}"
+        );
     }
 }
 

@@ -1,0 +1,67 @@
+use cofolio_node::vm::VmState;
+
+use crate::cmd::Outcome;
+use crate::context::{Context, short};
+use crate::exit::{self, Exit};
+use crate::ui::{Cell, Table, Tone, ago, human_size, printable};
+
+/// List virtual machines
+///
+/// STATE is `running` while `cofolio` waits for the machine's end, `unattended` if that process was killed, and `ended`, with
+/// the exit status of the image's program. --json names the file with a detached machine's output, and the control socket of
+/// its VMM.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio vm ps\n  \
+    cofolio vm ps --json | jq -r '.[] | select(.name == \"cache\").output'")]
+pub(crate) struct Args {}
+
+pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let machines = super::machines(&domain, context)?;
+    let mut failed = Vec::new();
+    let list = machines.list(&mut failed)?;
+    let exit = if failed.is_empty() { Exit::Ok } else { Exit::Corrupt };
+    for error in failed {
+        exit::report(&error.into(), context.ui);
+    }
+    if context.ui.json {
+        context.ui.json(&list)?;
+        return Ok(exit);
+    }
+    if list.is_empty() {
+        // Those that cannot be read were named.
+        if exit == Exit::Ok {
+            context.ui.note("no virtual machines");
+        }
+        return Ok(exit);
+    }
+    let mut table =
+        Table::new(&["NAME", "IMAGE", "STATE", "PID", "MEMORY", "CPUS", "SINCE", "COMMAND"]);
+    for status in &list {
+        let (word, tone) = match (status.state, status.exit_status) {
+            (VmState::Running, _) => ("running".to_owned(), Tone::Good),
+            (VmState::Unattended, _) => ("unattended".to_owned(), Tone::Good),
+            (VmState::Ended, None) => ("ended".to_owned(), Tone::Dim),
+            (VmState::Ended, Some(status)) => (format!("ended ({status})"), Tone::Dim),
+        };
+        let record = &status.record;
+        // A digest is shortened as everywhere, a ref is not.
+        let image = match record.image_name.is_empty() {
+            true => short(&record.image),
+            false => record.image_name.clone(),
+        };
+        let command: String = record.command.join(" ").chars().take(40).collect();
+        table.row(vec![
+            Cell::left(&record.name).tone(Tone::Bold),
+            Cell::left(image),
+            Cell::left(word).tone(tone),
+            Cell::right(status.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string())),
+            Cell::right(human_size(record.memory_bytes)),
+            Cell::right(record.cpus.to_string()),
+            Cell::left(ago(record.created)),
+            Cell::left(printable(command.as_bytes())),
+        ]);
+    }
+    context.ui.table(&table)?;
+    Ok(exit)
+}

@@ -1,0 +1,43 @@
+mod list;
+mod run;
+mod stop;
+
+use clap::Subcommand;
+use cofolio_node::vm::Machines;
+use cofolio_store::Domain;
+
+use crate::context::Context;
+use crate::exit::{Ended, Exit};
+
+/// Run images in virtual machines
+///
+/// A virtual machine boots a distribution's kernel; its root filesystem is the image, mapped from the host's page cache
+/// (virtio-pmem, DAX), so that the guest caches nothing of it and machines of one trust domain share every page of their
+/// images. The program is the image's own.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio vm run redis:7.0.15 -- redis-server --version\n  \
+    cofolio vm run -d --name cache --memory 256M redis:7.0.15\n  cofolio vm ps\n  cofolio vm stop cache")]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    Run(run::Args),
+    Ps(list::Args),
+    Stop(stop::Args),
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    match &args.action {
+        Action::Run(args) => run::run(args, context),
+        Action::Ps(args) => list::run(args, context).map(Exit::into),
+        Action::Stop(args) => stop::run(args, context).map(Exit::into),
+    }
+}
+
+/// The virtual machines of a domain.
+fn machines<'d>(domain: &'d Domain, context: &Context<'_>) -> anyhow::Result<Machines<'d>> {
+    Ok(Machines::new(domain, context.run_dir_of(domain.store())?))
+}

@@ -1,0 +1,280 @@
+use std::io::{IsTerminal as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use clap::ValueEnum;
+use cofolio_cli::interrupt::{self, Cancellable};
+use cofolio_guest::Message;
+use cofolio_image::trust::Need;
+use cofolio_node::container::Streams;
+use cofolio_node::size::Size;
+use cofolio_node::vm::{Accel, Finished, Kernel, Machines, Request, Running};
+use cofolio_store::task::Cancel;
+use rustix::process::Signal;
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+use serde_json::json;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+use crate::cmd::bundle::{ProcessArgs, image_config};
+use crate::cmd::run::{Side, background, terminal_size};
+use crate::context::{Context, Named};
+use crate::exit::{self, Ended, Exit, Fail};
+use crate::trust::TrustArgs;
+
+/// Exit status if the virtual machine could not be started, as for containers.
+const NOT_STARTED: u8 = 125;
+/// So many signals that ask for its end kill a machine.
+const PATIENCE: u32 = 3;
+
+/// Boot an image in a virtual machine, and run its program there
+///
+/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU with the pack and its segments as read-only
+/// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
+/// guest's memory and go with it. It has no network.
+///
+/// The kernel is that of a distribution, with its modules beside it or in /lib/modules. The processor executes it with KVM
+/// where it can, and is emulated, tens of times slower, elsewhere.
+///
+/// The exit status is the program's, or 128 and the number of the signal that ended it; 125 if the machine could not be
+/// started, or ended without it. Signals are passed on to the program; the third one that asks for the end kills the machine.
+///
+/// With --detach, a process stays in the background and waits. It keeps the exit status, which `vm ps` shows, and the last 1
+/// to 2 MiB of the console in a file that `vm ps --json` names. `vm stop NAME` removes these, and so does a new machine of that name.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio vm run redis:7.0.15 -- redis-server --version\n  \
+    cofolio vm run -i debian:13 -- bash\n  \
+    cofolio vm run -d --name cache --memory 256M --cpus 2 redis:7.0.15\n  \
+    cofolio vm run --kernel /srv/kernels/vmlinuz-6.12.0-cloud redis:7.0.15")]
+pub(crate) struct Args {
+    /// Ref or first digits of a digest
+    image: String,
+    /// Arguments in place of the image's own; its entry point stays
+    #[arg(trailing_var_arg = true)]
+    args: Vec<String>,
+    /// Give its program this process's standard input
+    #[arg(long, short)]
+    interactive: bool,
+    /// Return when it runs and print its name
+    #[arg(long, short, conflicts_with = "interactive")]
+    detach: bool,
+    /// With --detach: keep neither exit status nor output
+    #[arg(long, requires = "detach")]
+    rm: bool,
+    /// Name, also the host name inside (default: made from the image's)
+    #[arg(long)]
+    name: Option<String>,
+    /// Memory of the guest
+    #[arg(long, short, value_name = "SIZE", default_value = "512M")]
+    memory: Size,
+    /// Number of processors
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=255))]
+    cpus: u32,
+    /// Kernel of the guest: a vmlinuz, with lib/modules/VERSION beside it or in / (default: this machine's, else the newest
+    /// in /boot)
+    #[arg(long, value_name = "FILE")]
+    kernel: Option<PathBuf>,
+    /// What executes it (default: KVM if the processor and the kernel have it)
+    #[arg(long, value_name = "HOW")]
+    accel: Option<AccelArg>,
+    #[command(flatten)]
+    process: ProcessArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum AccelArg {
+    /// The processor
+    Kvm,
+    /// An emulator
+    Tcg,
+}
+
+pub(super) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    context.needs_root("running a virtual machine")?;
+    Ok(start(args, context).unwrap_or_else(|error| match exit::report(&error, context.ui) {
+        exit @ (Exit::Usage | Exit::Interrupted) => exit.into(),
+        _ => Ended::Container(NOT_STARTED),
+    }))
+}
+
+fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    // While there is one thread.
+    let background = if args.detach { Some(background()?) } else { None };
+    if let Some(Side::Foreground(ended)) = background {
+        return Ok(ended);
+    }
+    let domain = context.domain()?;
+    let image = context.image(&domain, &args.image)?;
+    let config = image.record.as_ref().and_then(|record| record.config.as_deref());
+    let trust = TrustArgs::default();
+    trust.check(&image, Need::Run(config), Some(&args.image), false, &domain, context)?;
+    let request = request(args, context, &image)?;
+    let machines = super::machines(&domain, context)?;
+    // Leftovers of killed processes. If one cannot be removed, this one starts nevertheless.
+    let mut failed = Vec::new();
+    machines.reconcile(&mut failed)?;
+    for failed in failed {
+        context.ui.note(format!("could not be cleaned up: {failed}"));
+    }
+    match background {
+        Some(Side::Background(ready)) => attend(args, context, &machines, &request, ready),
+        _ => attach(args, context, &machines, &request),
+    }
+}
+
+fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
+    let root = Path::new("/");
+    let kernel = match &args.kernel {
+        Some(path) => Kernel::open(path)?,
+        None => Kernel::of_this_machine(root)?,
+    };
+    let accel = match args.accel {
+        Some(AccelArg::Kvm) => Accel::Kvm,
+        Some(AccelArg::Tcg) => Accel::Tcg,
+        None => Accel::of_this_machine(root),
+    };
+    if accel == Accel::Tcg && args.accel.is_none() {
+        context.ui.note("no hardware virtualisation here: the processor is emulated, and slow");
+    }
+    const MEMORY_MIN: Size = Size(64 << 20);
+    if args.memory < MEMORY_MIN {
+        let what = format!("--memory {}: a guest needs at least {MEMORY_MIN}", args.memory);
+        return Err(Fail::usage(what).into());
+    }
+    Ok(Request {
+        image: image.digest,
+        image_name: image.shown(),
+        config: image_config(image)?,
+        name: args.name.clone(),
+        options: args.process.options(&args.args, image)?,
+        // QEMU takes whole MiB.
+        memory_bytes: args.memory.0.next_multiple_of(1 << 20),
+        cpus: args.cpus,
+        kernel,
+        accel,
+        terminal: args.interactive.then(|| terminal_size().unwrap_or((24, 80))),
+    })
+}
+
+/// Starts a virtual machine, waits for its end and removes it.
+fn attach(
+    args: &Args,
+    context: &Context<'_>,
+    machines: &Machines<'_>,
+    request: &Request,
+) -> anyhow::Result<Ended> {
+    // Signals are for the guest, but until it runs they cancel the start.
+    let signals = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
+    let signals = Signals::new(signals).context("listening for signals")?;
+    let starting = Cancellable::begin()?;
+    let streams = Streams::Ours { input: args.interactive };
+    let start = |task: &_| machines.start(request, Some(&streams), task);
+    let mut running = context.work("starting", "file", start)?;
+    interrupt::release();
+    drop(starting);
+    let raw = if args.interactive { RawTerminal::begin() } else { None };
+    let given_up = Cancel::default();
+    pass_on(signals, &running, given_up.clone())?;
+    let finished = running.wait(&given_up);
+    drop(raw);
+    let left = machines.remove(running);
+    let Finished { status, copied, complaint } = finished.context("waiting for the VMM")?;
+    if let Err(error) = left {
+        context.ui.note(format!("the machine has ended, but is not removed: {error}"));
+    }
+    let Some(status) = status else {
+        let why = if complaint.is_empty() { "it was killed, or crashed" } else { &complaint };
+        return Err(
+            Fail::new(Exit::Failure, format!("the virtual machine has ended: {why}")).into()
+        );
+    };
+    match copied {
+        Err(error) if status != 0 => context.ui.note(cofolio_store::with_causes(&error)),
+        copied => copied.context("writing the console's output")?,
+    }
+    Ok(Ended::Container(status))
+}
+
+/// Starts a detached virtual machine, and waits for its end in a session of its own.
+fn attend(
+    args: &Args,
+    context: &Context<'_>,
+    machines: &Machines<'_>,
+    request: &Request,
+    mut ready: std::io::PipeWriter,
+) -> anyhow::Result<Ended> {
+    let starting = Cancellable::begin()?;
+    let start = |task: &_| machines.start(request, None, task);
+    let mut running = context.work("starting", "file", start)?;
+    let mut tell = || -> anyhow::Result<()> {
+        starting.cancel.check()?;
+        match context.ui.json {
+            true => {
+                let value = json!({"name": running.name(), "pid": running.pid()});
+                context.ui.json(&value).map(drop)?;
+            }
+            false => context.ui.line(running.name()).map(drop)?,
+        }
+        std::io::stdout().flush()?;
+        // The process that the user waits for may have been ended.
+        Ok(ready.write_all(b".")?)
+    };
+    if let Err(error) = tell() {
+        running.kill();
+        machines.remove(running)?;
+        return Err(error);
+    }
+    drop(ready);
+    // From here on errors have no reader, and signals of the terminal are for others.
+    let _ = rustix::process::setsid();
+    let _ = cofolio_sys::process::silence();
+    interrupt::release();
+    drop(starting);
+    let finished = running.wait(&Cancel::default())?;
+    match finished.status {
+        Some(status) if !args.rm => machines.retire(running, status)?,
+        None if !args.rm => machines.retire(running, NOT_STARTED)?,
+        _ => machines.remove(running)?,
+    }
+    Ok(Ended::Container(0))
+}
+
+/// From now on signals go to the image's program.
+fn pass_on(mut signals: Signals, running: &Running, given_up: Cancel) -> anyhow::Result<()> {
+    let (guest, vmm) = (running.guest(), running.handle()?);
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        let mut asked = 0;
+        for signal in signals.forever() {
+            let _ = guest.tell(&Message::Signal(signal));
+            if [SIGHUP, SIGINT, SIGQUIT, SIGTERM].contains(&signal) {
+                asked += 1;
+            }
+            if asked >= PATIENCE {
+                given_up.cancel();
+                let _ = rustix::process::pidfd_send_signal(&vmm, Signal::KILL);
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// The terminal of standard input, which passes every key on; as it was when this is dropped.
+struct RawTerminal(Termios);
+
+impl RawTerminal {
+    /// `None` if standard input is no terminal.
+    fn begin() -> Option<Self> {
+        let stdin = std::io::stdin();
+        let before = tcgetattr(&stdin).ok().filter(|_| stdin.is_terminal())?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        tcsetattr(&stdin, OptionalActions::Now, &raw).ok()?;
+        Some(Self(before))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0);
+    }
+}

@@ -1,0 +1,232 @@
+//! `cofolio vm`: real guests with a distribution's kernel, whose processor is emulated.
+
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+mod common;
+
+use std::fs;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use common::machine::{import_box, until};
+use common::{Ran, Sandbox, cofolio, program, skip};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// A sandbox whose virtual machines end with it, however the test ends.
+struct Host {
+    sandbox: Sandbox,
+    kernel: String,
+}
+
+impl Deref for Host {
+    type Target = Sandbox;
+
+    fn deref(&self) -> &Sandbox {
+        &self.sandbox
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        for guest in self.guests() {
+            let name = guest["name"].as_str().unwrap_or_default();
+            let _ = self.run(&["vm", "stop", "--time", "0", name]);
+        }
+    }
+}
+
+impl Host {
+    fn guests(&self) -> Vec<Value> {
+        let listed = self.run(&["vm", "ps", "--json"]);
+        let listed: Value = serde_json::from_str(&listed.stdout).unwrap_or_default();
+        listed.as_array().cloned().unwrap_or_default()
+    }
+
+    /// `cofolio vm run [options] box:1 -- sh -c script`
+    fn args<'a>(&'a self, options: &[&'a str], script: &'a str) -> Vec<&'a str> {
+        let mut args = vec!["vm", "run", "--accel", "tcg", "--memory", "192M"];
+        args.extend(["--kernel", &self.kernel]);
+        args.extend(options);
+        args.extend(["box:1", "--", "sh", "-c", script]);
+        args
+    }
+
+    fn sh(&self, options: &[&str], script: &str) -> Ran {
+        self.run(&self.args(options, script))
+    }
+
+    /// Nothing of a virtual machine is left, but the initramfs of the next one.
+    #[track_caller]
+    fn assert_clean(&self) {
+        let list = |dir: PathBuf| -> Vec<PathBuf> {
+            fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+        };
+        assert_eq!(list(self.path("store/domains/default/roots/vm")), Vec::<PathBuf>::new());
+        for run in list(self.path("run")) {
+            let mut left = list(run.join("vms"));
+            left.retain(|path| path.extension() != Some("initramfs".as_ref()));
+            assert_eq!(left, Vec::<PathBuf>::new());
+        }
+    }
+}
+
+/// Where guests can be started; says why not.
+fn host(test: &str) -> Option<Host> {
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "needs root");
+        return None;
+    }
+    if program("qemu-system-x86_64").is_none() || std::env::consts::ARCH != "x86_64" {
+        skip(test, "no QEMU with virtio-pmem here");
+        return None;
+    }
+    if !cofolio().parent()?.join("../lib/cofolio/cofolio-guest").exists() {
+        skip(test, "tools/guest was not run");
+        return None;
+    }
+    let kernel = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/vm/cloud-amd64/vmlinuz");
+    if !kernel.exists() {
+        skip(test, "tests/vm/kernel cloud-amd64 was not run");
+        return None;
+    }
+    let sandbox = Sandbox::new();
+    let kernel = kernel.to_str()?.to_owned();
+    import_box(&sandbox, test).then_some(Host { sandbox, kernel })
+}
+
+#[test]
+fn an_image_boots_and_its_program_decides() {
+    let Some(host) = host("an_image_boots_and_its_program_decides") else { return };
+    let script = "echo out; echo err >&2; id -u; pwd; echo $COLOR $HOME; hostname
+        echo changed >/etc/passwd; cat /etc/passwd
+        ls -d /dev/pts /proc/self /sys/class /run /tmp; stat -c %U:%G /data; exit 7";
+    let options = ["--user", "worker", "--workdir", "/srv", "--env", "COLOR=red"];
+    let ran = host.sh(&options, script);
+    ran.fails_with(7);
+    let lines: Vec<&str> = ran.stdout.lines().collect();
+    // The root filesystem belongs to root, so worker changes nothing.
+    assert_eq!(&lines[..5], ["out", "err", "1001", "/srv", "red /srv"], "{}", ran.stdout);
+    host.assert_clean();
+
+    let ran = host.sh(&["--name", "one"], script);
+    ran.fails_with(7);
+    let lines: Vec<&str> = ran.stdout.lines().collect();
+    let expected = ["out", "err", "0", "/", "blue /", "one", "changed"];
+    assert_eq!(&lines[..7], expected, "{}", ran.stdout);
+    host.assert_clean();
+    // What a guest changes is in its memory.
+    assert!(host.run(&["cat", "box:1", "/etc/passwd"]).ok().contains("worker"));
+    assert_eq!(host.run(&["fsck"]).code, 0);
+
+    // What is not in the image cannot be run, and what is no program neither.
+    let run = |args: &[&str]| {
+        let all = ["vm", "run", "--accel", "tcg", "--kernel", &host.kernel, "--entrypoint"];
+        host.run(&[&all, args].concat())
+    };
+    run(&["/bin/nothing", "box:1"]).fails_with(127);
+    run(&["/bin/text", "box:1"]).fails_with(126);
+    host.assert_clean();
+}
+
+#[test]
+fn a_detached_machine_is_listed_and_stopped() {
+    let Some(host) = host("a_detached_machine_is_listed_and_stopped") else { return };
+    // busybox' shell reads the signal while it waits.
+    let script = "trap 'echo bye; exit 5' TERM; echo ready; while :; do sleep 1 & wait $!; done";
+    host.sh(&["--detach", "--name", "one"], script).ok();
+    host.sh(&["--detach", "--name", "one"], script).fails_with(125).refused("exists already");
+    let output = || fs::read_to_string(host.guests()[0]["output"].as_str().unwrap());
+    until("the guest is ready", || output().ok().filter(|said| said.contains("ready")));
+    let guest = &host.guests()[0];
+    assert_eq!((&guest["name"], &guest["state"]), (&"one".into(), &"running".into()));
+    let pid = guest["pid"].as_u64().unwrap();
+    let vmm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
+    assert!(vmm.starts_with("qemu-system"), "{vmm}");
+
+    // Nothing of its image goes while it runs, though nobody else needs it.
+    host.run(&["rm", "box:1"]).ok();
+    let gone = host.run(&["gc", "--json"]).json();
+    assert_eq!((&gone["images"], &gone["packs"]), (&0.into(), &0.into()), "{gone}");
+
+    host.run(&["vm", "stop", "one"]).ok();
+    host.assert_clean();
+    assert!(!Path::new(&format!("/proc/{pid}")).exists());
+    let gone = host.run(&["gc", "--json"]).json();
+    assert_eq!((&gone["images"], &gone["packs"]), (&1.into(), &1.into()), "{gone}");
+    host.run(&["vm", "stop", "one"]).fails_with(3);
+}
+
+#[test]
+fn an_ended_machine_keeps_its_status_until_its_name_is_taken() {
+    let test = "an_ended_machine_keeps_its_status_until_its_name_is_taken";
+    let Some(host) = host(test) else { return };
+    host.sh(&["--detach", "--name", "one"], "echo was here; exit 9").ok();
+    let ended = until("it has ended", || {
+        let guest = host.guests().remove(0);
+        (guest["state"] == "ended").then_some(guest)
+    });
+    assert_eq!(ended["exit_status"], 9);
+    let output = fs::read_to_string(ended["output"].as_str().unwrap()).unwrap();
+    assert_eq!(output, "was here\n");
+    host.run(&["gc"]).ok();
+    assert_eq!(host.guests().len(), 1);
+    host.sh(&["--name", "one"], "exit 0").ok();
+    host.assert_clean();
+}
+
+/// Whoever waits can be killed, and the VMM can: what is left of the machine is found.
+#[test]
+fn killed_processes_leave_a_machine_that_can_be_removed() {
+    let test = "killed_processes_leave_a_machine_that_can_be_removed";
+    let Some(host) = host(test) else { return };
+    let args = host.args(&["--name", "one"], "echo ready; sleep 1000");
+    let mut command = host.command(&args);
+    let mut waits = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut said = [0; 5];
+    std::io::Read::read_exact(waits.stdout.as_mut().unwrap(), &mut said).unwrap();
+    assert_eq!(&said, b"ready");
+    waits.kill().unwrap();
+    waits.wait().unwrap();
+    let guest = &host.guests()[0];
+    assert_eq!(guest["state"], "unattended");
+    let vmm = guest["pid"].as_u64().unwrap();
+    // It lives, so it is left alone.
+    host.run(&["gc"]).ok();
+    assert_eq!(host.guests().len(), 1);
+    host.run(&["vm", "stop", "one"]).ok();
+    // Where nobody reaps it, a process that has ended is there still, without a command line.
+    let command = fs::read(format!("/proc/{vmm}/cmdline")).unwrap_or_default();
+    assert_eq!(command, b"");
+    host.assert_clean();
+
+    host.sh(&["--detach", "--name", "two"], "sleep 1000").ok();
+    let pid = i32::try_from(host.guests()[0]["pid"].as_u64().unwrap()).unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    let ended = until("it has ended", || {
+        let guest = host.guests().remove(0);
+        (guest["state"] == "ended").then_some(guest)
+    });
+    assert_eq!(ended["exit_status"], 125);
+    host.run(&["vm", "stop", "two"]).ok();
+    host.assert_clean();
+}
+
+/// Each of these is found before anything is started.
+#[test]
+fn what_cannot_be_started_is_named() {
+    let Some(host) = host("what_cannot_be_started_is_named") else { return };
+    let run = |args: &[&str]| host.run(&[&["vm", "run"], args].concat());
+    run(&["--kernel", "/nowhere", "box:1"]).fails_with(125).refused("/nowhere");
+    let text = host.path("text");
+    fs::write(&text, "no kernel").unwrap();
+    run(&["--kernel", text.to_str().unwrap(), "box:1"]).fails_with(125).refused("version");
+    run(&["--kernel", &host.kernel, "nothing:1"]).fails_with(125).refused("nothing:1");
+    run(&["--kernel", &host.kernel, "--memory", "1M", "box:1"]).fails_with(2);
+    let entrypoint = ["--kernel", &host.kernel, "--entrypoint", "", "box:1"];
+    run(&entrypoint).fails_with(2);
+    let name = ["--kernel", &host.kernel, "--name", "../x", "box:1"];
+    run(&name).fails_with(2);
+    host.assert_clean();
+}

@@ -1,0 +1,250 @@
+//! From the kernel to the program of the image, and to the end of both.
+
+use std::convert::Infallible;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cofolio_guest::{CHANNEL_PORT, MODULES_DIR, Message, MessageError, Start, Upper};
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, chroot, kill_process, wait};
+use rustix::system::{RebootCommand, finit_module, reboot, sethostname};
+
+use crate::{devices, workload};
+
+/// How long drivers may take to find a device. An emulated processor is slow.
+const DEVICE_SECONDS_MAX: u64 = 60;
+/// Where the image is mounted, and then its overlay.
+const IMAGE: &str = "/image";
+const ROOT: &str = "/root";
+
+type Result<T, E = String> = std::result::Result<T, E>;
+
+/// Names what failed.
+trait During<T> {
+    fn during(self, what: impl std::fmt::Display) -> Result<T>;
+}
+
+impl<T, E: std::fmt::Display> During<T> for Result<T, E> {
+    fn during(self, what: impl std::fmt::Display) -> Result<T> {
+        self.map_err(|error| format!("{what}: {error}"))
+    }
+}
+
+/// Runs the guest, and switches it off.
+pub(crate) fn run() -> ! {
+    let mut channel = None;
+    let last = match start(&mut channel) {
+        Ok(status) => Message::Ended(status),
+        Err(error) => {
+            // The console may be all that there is.
+            let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
+            Message::Failed(error)
+        }
+    };
+    if let Some(channel) = &mut channel {
+        let _ = last.write(channel);
+    }
+    rustix::fs::sync();
+    let error = reboot(RebootCommand::PowerOff);
+    // The first process must not end: the kernel would panic.
+    loop {
+        let _ = writeln!(io::stderr(), "cofolio-guest: cannot switch off: {error:?}");
+        thread::sleep(Duration::from_secs(3600));
+    }
+}
+
+/// Until the program of the image has ended; its status.
+fn start(channel: &mut Option<File>) -> Result<u8> {
+    kernel_filesystems(Path::new("/"))?;
+    load_modules()?;
+    let channel = channel.insert(open_channel()?);
+    let start = receive(channel)?;
+    sethostname(start.hostname.as_bytes()).during("host name")?;
+    mount_image(&start)?;
+    enter_root()?;
+    let first = workload::start(&start).during(start.process.command.join(" "))?;
+    let commands = channel.try_clone().during("channel")?;
+    Message::Started.write(channel).during("channel")?;
+    thread::spawn(move || obey(commands, first));
+    Ok(wait_for(first))
+}
+
+/// What the host wants to be started. It may not be connected yet.
+fn receive(channel: &mut File) -> Result<Start> {
+    wait_until("what to start", || match Message::read(channel) {
+        Ok(Message::Start(start)) => Some(Ok(*start)),
+        Ok(other) => Some(Err(format!("the host's first message is {other:?}"))),
+        Err(MessageError::Closed) => None,
+        Err(error) => Some(Err(error.to_string())),
+    })?
+}
+
+/// `/dev`, `/proc` and `/sys` of the initramfs; `/proc/mounts` and devices are needed there.
+fn kernel_filesystems(root: &Path) -> Result<()> {
+    let none = MountFlags::empty();
+    let private = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    for (kind, path, flags) in
+        [("devtmpfs", "dev", none), ("proc", "proc", private), ("sysfs", "sys", private)]
+    {
+        let path = root.join(path);
+        fs::create_dir_all(&path).during(path.display())?;
+        mount(kind, &path, kind, flags, None).during(path.display())?;
+    }
+    Ok(())
+}
+
+/// Loads the modules of the initramfs, in the order of their names.
+fn load_modules() -> Result<()> {
+    let Ok(entries) = fs::read_dir(MODULES_DIR) else { return Ok(()) };
+    let mut paths: Vec<PathBuf> = entries.filter_map(|it| Some(it.ok()?.path())).collect();
+    paths.sort();
+    for path in paths {
+        let file = File::open(&path).during(path.display())?;
+        match finit_module(&file, c"", 0) {
+            Err(rustix::io::Errno::EXIST) => {}
+            other => other.during(format_args!("kernel module {}", path.display()))?,
+        }
+        fs::remove_file(&path).during(path.display())?;
+    }
+    Ok(())
+}
+
+/// Waits until something is there.
+fn wait_until<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> Result<T> {
+    let began = Instant::now();
+    loop {
+        if let Some(found) = find() {
+            return Ok(found);
+        }
+        if began.elapsed() > Duration::from_secs(DEVICE_SECONDS_MAX) {
+            return Err(format!("{what} did not appear in {DEVICE_SECONDS_MAX} s"));
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The channel to the host: a virtio port with its name.
+fn open_channel() -> Result<File> {
+    let is_it = |port: &Path| {
+        fs::read_to_string(port.join("name")).is_ok_and(|name| name.trim() == CHANNEL_PORT)
+    };
+    let device = wait_until("the channel to the host", || {
+        let ports = fs::read_dir("/sys/class/virtio-ports").ok()?;
+        let port = ports.filter_map(|port| Some(port.ok()?.path())).find(|port| is_it(port))?;
+        Some(Path::new("/dev").join(port.file_name()?)).filter(|device| device.exists())
+    })?;
+    let options = File::options().read(true).write(true).open(&device);
+    options.during(device.display())
+}
+
+/// Mounts the pack with its segments, and an overlay for changes, at [`ROOT`].
+fn mount_image(start: &Start) -> Result<()> {
+    let paths = wait_until("a device of the image", || devices::find(&start.devices))?;
+    let (pack, segments) = paths.split_first().ok_or("the image has no devices")?;
+    let devices = segments.iter().map(|path| format!(",device={}", path.display()));
+    let options = format!("dax=always{}", devices.collect::<String>());
+    let options = std::ffi::CString::new(options).during("options")?;
+    for dir in [IMAGE, ROOT] {
+        fs::create_dir_all(dir).during(dir)?;
+    }
+    let read_only = MountFlags::RDONLY;
+    mount(pack, IMAGE, "erofs", read_only, &*options).during("the image")?;
+    // Of one device without DAX the kernel turns it off for all, and says so in its log alone.
+    let mounts = fs::read_to_string("/proc/mounts").during("/proc/mounts")?;
+    let of_image = |line: &&str| line.split(' ').nth(1) == Some(IMAGE);
+    if !mounts.lines().find(of_image).is_some_and(|line| line.contains("dax=always")) {
+        return Err("the kernel has mounted the image without DAX".to_owned());
+    }
+    let changes = Path::new("/changes");
+    fs::create_dir_all(changes).during(changes.display())?;
+    match &start.upper {
+        Upper::Memory => mount("changes", changes, "tmpfs", MountFlags::empty(), c"mode=0755"),
+        Upper::Disk { filesystem } => {
+            let disk = wait_until("the disk", || {
+                Some(Path::new("/dev/vda")).filter(|disk| disk.exists())
+            })?;
+            mount(disk, changes, &**filesystem, MountFlags::empty(), None)
+        }
+    }
+    .during("the filesystem for changes")?;
+    for dir in ["upper", "work"] {
+        let dir = changes.join(dir);
+        fs::create_dir_all(&dir).during(dir.display())?;
+    }
+    // Changes of owners and modes leave the content where it is.
+    let options =
+        c"lowerdir=/image,upperdir=/changes/upper,workdir=/changes/work,metacopy=on,xino=off";
+    mount("cofolio", ROOT, "overlay", MountFlags::empty(), options).during("the overlay")
+}
+
+/// Makes the image the root, with the kernel's filesystems and those that programs expect.
+fn enter_root() -> Result<()> {
+    let root = Path::new(ROOT);
+    for dir in ["dev", "proc", "sys", "run", "tmp"] {
+        let _ = fs::create_dir(root.join(dir));
+    }
+    let dirs = [("/dev", "dev"), ("/proc", "proc"), ("/sys", "sys")];
+    for (from, to) in dirs {
+        mount_move(from, root.join(to)).during(format_args!("/{to} of the image"))?;
+    }
+    let in_memory = MountFlags::NOSUID | MountFlags::NODEV;
+    mount("run", root.join("run"), "tmpfs", in_memory, c"mode=0755").during("/run of the image")?;
+    for (kind, dir, options) in [
+        ("devpts", "pts", c"newinstance,ptmxmode=0666,mode=0620,gid=5"),
+        ("tmpfs", "shm", c"mode=1777"),
+        ("mqueue", "mqueue", c""),
+    ] {
+        let dir = root.join("dev").join(dir);
+        let _ = fs::create_dir(&dir);
+        // Kernels can be without them.
+        let _ = mount(kind, &dir, kind, in_memory | MountFlags::NOEXEC, options);
+    }
+    for (to, link) in
+        [("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr")]
+    {
+        let _ = std::os::unix::fs::symlink(to, root.join("dev").join(link));
+    }
+    // The initramfs is below the new root then, out of sight. Its files are in memory.
+    let _ = fs::remove_file("/init");
+    std::env::set_current_dir(root).during(ROOT)?;
+    mount_move(".", "/").during("the new root")?;
+    chroot(".").during("the new root")?;
+    std::env::set_current_dir("/").during("/")?;
+    mount_change("/", MountPropagationFlags::SHARED | MountPropagationFlags::REC).during("/")
+}
+
+/// Does what the host asks for.
+fn obey(mut channel: File, first: Pid) -> Option<Infallible> {
+    loop {
+        match Message::read(&mut channel) {
+            Ok(Message::Signal(number)) => {
+                if let Some(signal) = Signal::from_named_raw(number) {
+                    let _ = kill_process(first, signal);
+                }
+            }
+            Ok(_) => {}
+            // Nobody is connected; reading would not wait.
+            Err(_) => thread::sleep(Duration::from_millis(500)),
+        }
+    }
+}
+
+/// Reaps processes until the first one has ended.
+fn wait_for(first: Pid) -> u8 {
+    loop {
+        match wait(WaitOptions::empty()) {
+            Ok(Some((pid, status))) if pid == first => return status_of(status),
+            Ok(_) => {}
+            Err(_) => thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+fn status_of(status: WaitStatus) -> u8 {
+    let signal = status.terminating_signal().map(|signal| 128 + signal);
+    let status = signal.or(status.exit_status()).unwrap_or(255);
+    u8::try_from(status).unwrap_or(255)
+}

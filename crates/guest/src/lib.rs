@@ -1,0 +1,25 @@
+//! The first process of a virtual machine that Cofolio starts, and what host and guest tell each
+//! other.
+//!
+//! ```text
+//! initramfs   /init          this program, linked statically
+//!             /modules/NN    kernel modules, in the order in which they are loaded
+//! channel     a stream of [`Message`]s in both directions; the host's first one has a [`Start`]
+//! ```
+//!
+//! Guests of one kernel have the same initramfs, so that the host has it in memory once.
+//!
+//! The guest trusts the host. The host believes nothing that a guest says: a message has a limit,
+//! and one that cannot be read ends the channel.
+
+pub mod accounts;
+pub mod message;
+pub mod start;
+
+pub use message::{Message, MessageError};
+pub use start::{Device, Process, Start, Upper};
+
+/// Directory of the initramfs with the kernel modules.
+pub const MODULES_DIR: &str = "/modules";
+/// Name of the virtio port that is the channel.
+pub const CHANNEL_PORT: &str = "cofolio.channel";

@@ -1,0 +1,58 @@
+//! What a guest is started with.
+
+use serde::{Deserialize, Serialize};
+
+/// All that the first process of a guest has to know.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// The pack, and then its segments in the order of its table.
+    pub devices: Vec<Device>,
+    /// Where changes go.
+    pub upper: Upper,
+    /// Name of the guest.
+    pub hostname: String,
+    /// The terminal of its processes, below `/dev`.
+    pub console: String,
+    /// What it runs. The guest ends with it.
+    pub process: Process,
+}
+
+/// How to tell a device: names depend on the order in which drivers find them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// Size in bytes.
+    pub size: u64,
+    /// Where `bytes` are.
+    pub offset: u64,
+    /// Some bytes that no other device has there.
+    pub bytes: Vec<u8>,
+}
+
+/// Where changes to the image go.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Upper {
+    /// A filesystem in the guest's memory.
+    Memory,
+    /// The filesystem on the guest's only disk.
+    Disk {
+        /// Its kind, as the kernel names it.
+        filesystem: String,
+    },
+}
+
+/// A process of the guest.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Environment, as `NAME=value`.
+    pub env: Vec<String>,
+    /// Working directory.
+    pub cwd: String,
+    /// `user[:group]`, each a name or a number, as [`find_user`](crate::accounts::find_user) takes
+    /// it.
+    pub user: String,
+    /// Rows and columns of its terminal; none if it has no input.
+    pub terminal: Option<(u16, u16)>,
+}

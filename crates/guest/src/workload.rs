@@ -1,0 +1,130 @@
+//! The program of the image.
+
+use std::fs::{self, File};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use cofolio_guest::accounts::{find_user, home_of};
+use cofolio_guest::{Process, Start};
+use rustix::fs::{Gid, Uid};
+use rustix::process::{Pid, ioctl_tiocsctty, setsid};
+use rustix::termios::{
+    LocalModes, OptionalActions, OutputModes, Winsize, tcgetattr, tcsetattr, tcsetwinsize,
+};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+
+/// The name under which the first process starts itself to become the program.
+pub(crate) const NAME: &str = "cofolio-workload";
+/// Variable with the [`Process`], as JSON.
+const PROCESS: &str = "COFOLIO_PROCESS";
+
+/// Bytes of an account file that are read.
+const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
+
+/// A shell's status for a program that cannot be executed, and for a missing one.
+const NOT_EXECUTABLE: u8 = 126;
+const NO_PROGRAM: u8 = 127;
+
+/// Starts the program; its process.
+pub(crate) fn start(start: &Start) -> io::Result<Pid> {
+    let console = Path::new("/dev").join(&start.console);
+    let console = File::options().read(true).write(true).open(console)?;
+    set_up_terminal(&console, start.process.terminal)?;
+    // Its own file is gone from the initramfs.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0(NAME).env_clear().env(PROCESS, serde_json::to_string(&start.process)?);
+    command.stdin(match start.process.terminal {
+        Some(_) => Stdio::from(console.try_clone()?),
+        None => Stdio::null(),
+    });
+    command.stdout(console.try_clone()?).stderr(console);
+    let child = command.spawn()?;
+    i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::Other.into())
+}
+
+/// Without input the console is a log: nothing is echoed, and lines end as the program ends them.
+fn set_up_terminal(console: &File, size: Option<(u16, u16)>) -> io::Result<()> {
+    match size {
+        Some((ws_row, ws_col)) => {
+            tcsetwinsize(console, Winsize { ws_row, ws_col, ws_xpixel: 0, ws_ypixel: 0 })?;
+        }
+        None => {
+            let mut modes = tcgetattr(console)?;
+            modes.local_modes.remove(LocalModes::ECHO);
+            modes.output_modes.remove(OutputModes::OPOST);
+            tcsetattr(console, OptionalActions::Now, &modes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Becomes the program of the image. Returns a shell's status if it cannot.
+pub(crate) fn become_it() -> ExitCode {
+    let process = std::env::var(PROCESS).unwrap_or_default();
+    let error = match serde_json::from_str(&process) {
+        Ok(process) => become_process(&process),
+        Err(error) => error.into(),
+    };
+    let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
+    ExitCode::from(match error.kind() {
+        io::ErrorKind::NotFound => NO_PROGRAM,
+        _ => NOT_EXECUTABLE,
+    })
+}
+
+fn become_process(process: &Process) -> io::Error {
+    let prepare = || -> io::Result<Command> {
+        setsid()?;
+        if process.terminal.is_some() {
+            ioctl_tiocsctty(io::stdin())?;
+        }
+        // As Docker does it: a working directory that is missing is made.
+        if fs::metadata(&process.cwd).is_err() {
+            let _ = fs::create_dir_all(&process.cwd);
+        }
+        let named = |error| io::Error::other(format!("{}: {error}", process.cwd));
+        std::env::set_current_dir(&process.cwd).map_err(named)?;
+        let (program, args) = process.command.split_first().ok_or(io::ErrorKind::NotFound)?;
+        let mut command = Command::new(find_program(program, &process.env)?);
+        let (passwd, groups) = (account_file("/etc/passwd"), account_file("/etc/group"));
+        let user = find_user(&passwd, &groups, &process.user).map_err(io::Error::other)?;
+        command.arg0(program).args(args).env_clear();
+        command.env("HOME", home_of(&passwd, user.uid).unwrap_or("/"));
+        command.envs(process.env.iter().filter_map(|entry| entry.split_once('=')));
+        let groups: Vec<_> = user.additional_gids.into_iter().map(Gid::from_raw).collect();
+        let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+        set_thread_groups(&groups)?;
+        set_thread_res_gid(gid, gid, gid)?;
+        set_thread_res_uid(uid, uid, uid)?;
+        Ok(command)
+    };
+    match prepare() {
+        Ok(mut command) => {
+            let error = command.exec();
+            let name = process.command.first().map(String::as_str).unwrap_or_default();
+            io::Error::new(error.kind(), format!("{name}: {error}"))
+        }
+        Err(error) => error,
+    }
+}
+
+/// A program by its path, or its name in the `PATH` that it gets.
+fn find_program(program: &str, env: &[String]) -> io::Result<PathBuf> {
+    if program.contains('/') {
+        return Ok(program.into());
+    }
+    let path = env.iter().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or_default();
+    let found = path.split(':').map(|dir| Path::new(dir).join(program)).find(|it| it.is_file());
+    let missing = || io::Error::new(io::ErrorKind::NotFound, format!("no `{program}` in {path}"));
+    found.ok_or_else(missing)
+}
+
+/// An account file of the image; empty if there is none.
+fn account_file(path: &str) -> String {
+    let mut text = Vec::new();
+    let file = File::open(path).map(|file| file.take(ACCOUNT_FILE_BYTES_MAX));
+    let _ = file.and_then(|mut file| file.read_to_end(&mut text));
+    String::from_utf8_lossy(&text).into_owned()
+}

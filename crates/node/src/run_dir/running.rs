@@ -1,0 +1,110 @@
+//! Directories of things that run, one each: `<run>/containers/<name>`, `<run>/vms/<name>`.
+//!
+//! The process that waits for one holds the lock of its directory. Its exit status is kept there if
+//! somebody is to see it.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Purpose, replace_file};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::error::At as _;
+use super::{RunDirError, is_at, read_small, try_flock};
+
+/// Largest size of each of the two files that hold the output of what was detached.
+pub(crate) const OUTPUT_BYTES_MAX: u64 = 1 << 20;
+
+/// Whether it can be the name of a directory.
+pub(crate) fn is_name(name: &str) -> bool {
+    let first = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'.' | b'-');
+    first && name.len() <= 63 && name.bytes().all(plain)
+}
+
+/// `redis-3f9c21`: the image's name, and a random number.
+pub(crate) fn new_name(image: &str) -> String {
+    let last = image.rsplit('/').next().unwrap_or_default();
+    let last = last.split([':', '@']).next().unwrap_or_default();
+    let plain = last.chars().filter(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'));
+    let plain: String = plain.take(40).collect();
+    let plain = plain.trim_start_matches(['_', '-']);
+    let mut bytes = [0u8; 4];
+    let random = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    let number = match random {
+        Ok(_) => u32::from_ne_bytes(bytes),
+        Err(_) => std::process::id(),
+    };
+    format!("{}-{:06x}", if plain.is_empty() { "box" } else { plain }, number & 0xFF_FFFF)
+}
+
+/// Makes a directory in `all`, with the wanted name or one made of `label`, and locks it: its name,
+/// its path, its lock. `None` if something of the name runs; `make_room` removes what has ended.
+pub(crate) fn claim<E: From<RunDirError>>(
+    all: &Path,
+    wanted: Option<&str>,
+    label: &str,
+    make_room: impl Fn(&str) -> Result<bool, E>,
+) -> Result<Option<(String, PathBuf, OwnedFd)>, E> {
+    const TRIES_MAX: u32 = 100;
+    for _ in 0..TRIES_MAX {
+        let name = wanted.map_or_else(|| new_name(label), str::to_owned);
+        let dir = all.join(&name);
+        match fs::DirBuilder::new().mode(0o700).create(&dir) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                if wanted.is_none() || make_room(&name)? {
+                    continue;
+                }
+                return Ok(None);
+            }
+            other => other.at("create", &dir)?,
+        }
+        // Meanwhile another process may have removed it as a leftover.
+        match lock(&dir, FlockOperation::LockExclusive) {
+            Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => {
+                return Ok(Some((name, dir, lock)));
+            }
+            Err(error) if !error.is_missing() => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok(None)
+}
+
+/// Locks a directory; `None` if another process has the lock.
+pub(crate) fn lock(dir: &Path, how: FlockOperation) -> Result<Option<OwnedFd>, RunDirError> {
+    let path = dir.join("lock");
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+    let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).at("open", &path)?;
+    Ok(try_flock(&file, how, &path)?.then_some(file))
+}
+
+/// Tests the lock without taking it.
+pub(crate) fn is_locked(dir: &Path) -> Result<bool, RunDirError> {
+    let path = dir.join("lock");
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match rustix::fs::open(&path, flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(false),
+        other => other.at("open", &path)?,
+    };
+    Ok(!try_flock(&file, FlockOperation::NonBlockingLockShared, &path)?)
+}
+
+/// Reads a file of such a directory, if it is there and one of ours.
+pub(crate) fn read_text(path: &Path) -> Option<String> {
+    String::from_utf8(read_small(path).ok()?).ok()
+}
+
+pub(crate) fn kept_exit_status(dir: &Path) -> Option<u8> {
+    read_text(&dir.join("exit"))?.trim().parse().ok()
+}
+
+/// Writes a file in one step: no reader, and no crash, leaves half of it.
+pub(crate) fn write_file(path: &Path, content: &[u8]) -> Result<(), RunDirError> {
+    let aside = path.with_extension("new");
+    replace_file(CWD, &aside, path, content, Purpose::Record, false).at("write", path)
+}

@@ -1,0 +1,322 @@
+//! Virtual machines: boots an image with a distribution's kernel, and keeps it until its end.
+//!
+//! ```text
+//! image ─▶ pack and segments (image) ─▶ virtio-pmem devices, read-only ──┐
+//! vmlinuz ─▶ modules (kernel) ┐                                          ├─▶ VMM (qemu)
+//! cofolio-guest ──────────────┴▶ initramfs ──────────────────────────────┘     │
+//!                                                                       channel│ console
+//! image config ─▶ Start ──────────────────────────────────────▶ first process ◀┘
+//!
+//! <run>/vms/<key>.initramfs   of one kernel, for all guests
+//! <run>/vms/<name>/           mode 0700
+//!   lock                      held by the VMM, and by the process that waits for it
+//!   vm.json                   the record (VmRecord), written before anything is started
+//!   pid                       of the VMM, written by it
+//!   qmp                       socket of its control protocol
+//!   control                   socket of the process that waits: takes messages for the guest
+//!   vmm.log                   what the VMM complains of
+//!   output, output.1          console of a detached one, at most OUTPUT_BYTES_MAX each
+//!   exit                      of a detached one that has ended: its exit status
+//! <store>/…/roots/vm/<tag>-<name>.json    keeps the image, and with it pack and segments
+//! ```
+//!
+//! `cofolio vm run`, or the process that `vm run --detach` leaves behind, waits for the VMM and
+//! removes what is left. If it is killed the VMM goes on; [`Machines::reconcile`] removes what is
+//! left after its end. A VMM lives as long as somebody has the lock: it inherits it.
+
+mod error;
+mod image;
+mod initramfs;
+mod kernel;
+mod qemu;
+pub mod qmp;
+mod run;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cofolio_guest::Message;
+use cofolio_store::{Digest, Domain, Root, RootKind};
+use rustix::fs::FlockOperation;
+use rustix::process::{Signal, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+
+use self::error::Result;
+pub use self::error::VmError;
+pub use self::kernel::Kernel;
+pub use self::qemu::Accel;
+pub use self::run::{Finished, Guest, Request, Running};
+use crate::container::pidfd;
+use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock, read_text};
+use crate::run_dir::{self, RunDir, RunDirError, is_at, read_json};
+
+/// How long a VMM may take to die of SIGKILL.
+const KILLED_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What `vm.json` holds.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct VmRecord {
+    /// Its name.
+    pub name: String,
+    /// Digest of the image.
+    pub image: Digest,
+    /// Name of the image, for people.
+    pub image_name: String,
+    /// Trust domain.
+    pub domain: String,
+    /// Digest of the image's pack.
+    pub pack: Digest,
+    /// Digests of its segments.
+    pub segments: Vec<Digest>,
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Signal that asks it to end, from the image config.
+    pub stop_signal: String,
+    /// The program of the VMM.
+    pub vmm: PathBuf,
+    /// What executes its instructions.
+    pub accel: Accel,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Number of processors.
+    pub cpus: u32,
+    /// Version of its kernel.
+    pub kernel: String,
+    /// When it was made, in seconds since 1970.
+    pub created: i64,
+}
+
+/// Whether a virtual machine runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmState {
+    /// It is being started, runs or is being removed.
+    Running,
+    /// It runs, and no process waits for its end, because that one was killed.
+    Unattended,
+    /// It has ended and was not removed.
+    Ended,
+}
+
+/// One line of [`Machines::list`].
+#[derive(Debug, Clone, Serialize)]
+pub struct VmStatus {
+    /// Its record.
+    #[serde(flatten)]
+    pub record: VmRecord,
+    /// Whether it runs.
+    pub state: VmState,
+    /// Process of the VMM, while it runs.
+    pub pid: Option<u32>,
+    /// Exit status of a detached one that has ended: that of the image's program.
+    pub exit_status: Option<u8>,
+    /// What its console said last, if it is detached.
+    pub output: Option<PathBuf>,
+    /// Socket of the VMM's control protocol.
+    pub qmp: PathBuf,
+}
+
+/// The virtual machines of one trust domain.
+#[derive(Debug)]
+pub struct Machines<'a> {
+    domain: &'a Domain,
+    run: RunDir,
+}
+
+impl<'a> Machines<'a> {
+    /// Those of a domain, in the run directory of its store.
+    pub fn new(domain: &'a Domain, run: RunDir) -> Self {
+        Self { domain, run }
+    }
+
+    fn dir(&self) -> PathBuf {
+        self.run.path().join("vms")
+    }
+
+    fn root_id(&self, name: &str) -> String {
+        format!("{}-{name}", self.run.tag())
+    }
+
+    /// Keeps the image of a virtual machine.
+    fn keep(&self, name: &str, image: &Digest, boot_id: Option<String>) -> Result<()> {
+        let mut root = Root::new(RootKind::Vm, self.root_id(name));
+        root.images.push(*image);
+        root.note = format!("virtual machine {name}");
+        (root.created, root.boot_id) = (cofolio_store::now(), boot_id);
+        Ok(self.domain.put_root(&root)?)
+    }
+
+    /// All of the run directory, by name. `failed` says of which others nothing can be read.
+    ///
+    /// # Errors
+    /// [`VmError::RunDir`].
+    pub fn list(&self, failed: &mut Vec<VmError>) -> Result<Vec<VmStatus>> {
+        let mut all = Vec::new();
+        for name in self.names()? {
+            match self.status(&name) {
+                Ok(status) => all.extend(status),
+                Err(error) => failed.push(error),
+            }
+        }
+        Ok(all)
+    }
+
+    fn names(&self) -> Result<Vec<String>> {
+        let mut names = run_dir::list(&self.dir())?;
+        names.retain(|name| is_name(name) && self.dir().join(name).is_dir());
+        names.sort();
+        Ok(names)
+    }
+
+    /// One by its name.
+    ///
+    /// # Errors
+    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::RunDir`].
+    pub fn get(&self, name: &str) -> Result<VmStatus> {
+        if !is_name(name) {
+            return Err(VmError::Name(name.to_owned()));
+        }
+        self.status(name)?.ok_or_else(|| VmError::NotFound(name.to_owned()))
+    }
+
+    fn status(&self, name: &str) -> Result<Option<VmStatus>> {
+        let dir = self.dir().join(name);
+        let Some(record) = read_record(&dir)? else { return Ok(None) };
+        let lives = is_locked(&dir)?;
+        let is_attended = || qemu::connect(&dir, "control").is_ok();
+        let state = match lives {
+            false => VmState::Ended,
+            true if is_attended() => VmState::Running,
+            true => VmState::Unattended,
+        };
+        Ok(Some(VmStatus {
+            state,
+            pid: vmm_pid(&dir).filter(|_| lives),
+            exit_status: kept_exit_status(&dir).filter(|_| !lives),
+            output: Some(dir.join("output")).filter(|output| output.exists()),
+            qmp: dir.join("qmp"),
+            record,
+        }))
+    }
+
+    /// Ends a virtual machine and removes what is left: sends the image's program its signal, and
+    /// after `patience` kills the VMM. It is killed at once if nobody can send that signal.
+    ///
+    /// # Errors
+    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::StillRunning`], [`VmError::RunDir`].
+    pub fn stop(&self, name: &str, patience: Duration) -> Result<()> {
+        let status = self.get(name)?;
+        let dir = self.dir().join(name);
+        let until = Instant::now() + patience;
+        // Before the question whether it lives: the number cannot be another one's then.
+        let vmm = status.pid.and_then(|pid| pidfd(pid).ok());
+        let signal = signal_number(&status.record.stop_signal);
+        let asked = qemu::connect(&dir, "control")
+            .and_then(|mut control| Message::Signal(signal).write(&mut control));
+        while asked.is_ok() && Instant::now() < until {
+            if self.remove_if_ended(name, true)? || !dir.exists() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if let Some(vmm) = vmm
+            && is_locked(&dir)?
+        {
+            let _ = pidfd_send_signal(vmm, Signal::KILL);
+        }
+        let until = Instant::now() + KILLED_PATIENCE;
+        while !self.remove_if_ended(name, true)? && dir.exists() {
+            if Instant::now() >= until {
+                return Err(VmError::StillRunning(name.to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Removes those that have ended and for which no process waits, except detached ones whose
+    /// exit status is kept. Describes failures in `failed` and goes on.
+    ///
+    /// # Errors
+    /// [`VmError::RunDir`] if the run directory cannot be read.
+    pub fn reconcile(&self, failed: &mut Vec<String>) -> Result<()> {
+        for name in self.names()? {
+            if let Err(error) = self.remove_if_ended(&name, false) {
+                failed.push(format!(
+                    "virtual machine {name}: {}",
+                    cofolio_store::with_causes(&error)
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Images that virtual machines of the domain have.
+    ///
+    /// # Errors
+    /// [`VmError::Store`].
+    pub fn live_images(&self) -> Result<Vec<Digest>> {
+        let roots = self.domain.roots(RootKind::Vm)?.into_iter();
+        Ok(roots.flat_map(|root| root.images).collect())
+    }
+
+    /// Removes what is left of one that has ended; says whether it did.
+    fn remove_if_ended(&self, name: &str, retired_too: bool) -> Result<bool> {
+        let dir = self.dir().join(name);
+        let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
+            Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => lock,
+            Ok(_) => return Ok(false),
+            Err(error) if error.is_missing() => return Ok(false),
+            Err(error) => return Err(error.into()),
+        };
+        self.domain.remove_root(RootKind::Vm, &self.root_id(name))?;
+        if !retired_too && kept_exit_status(&dir).is_some() {
+            return Ok(false);
+        }
+        remove_files(&dir)?;
+        drop(lock);
+        Ok(true)
+    }
+}
+
+/// The record; `None` where none was written, so that nothing was started either.
+fn read_record(dir: &Path) -> Result<Option<VmRecord>, RunDirError> {
+    read_json(&dir.join("vm.json"))
+}
+
+fn vmm_pid(dir: &Path) -> Option<u32> {
+    read_text(&dir.join("pid"))?.trim().parse().ok()
+}
+
+/// Removes a directory, its record and lock last, so that after a crash it is still known.
+fn remove_files(dir: &Path) -> Result<(), RunDirError> {
+    const LAST: [&str; 2] = ["vm.json", "lock"];
+    let names = run_dir::list(dir)?;
+    let first = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
+    for name in first.chain(LAST) {
+        run_dir::remove_file(&dir.join(name))?;
+    }
+    match fs::remove_dir(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(RunDirError::Io { action: "remove", path: dir.to_owned(), source: error })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The number of a signal by its name or number; SIGTERM's for what is neither.
+fn signal_number(name: &str) -> i32 {
+    let plain = name.strip_prefix("SIG").unwrap_or(name);
+    let named = [
+        ("HUP", Signal::HUP),
+        ("INT", Signal::INT),
+        ("QUIT", Signal::QUIT),
+        ("KILL", Signal::KILL),
+        ("USR1", Signal::USR1),
+        ("USR2", Signal::USR2),
+        ("WINCH", Signal::WINCH),
+    ];
+    let found = named.iter().find(|(name, _)| *name == plain).map(|(_, signal)| signal.as_raw());
+    found.or_else(|| plain.parse().ok()).unwrap_or(Signal::TERM.as_raw())
+}

@@ -1,0 +1,175 @@
+//! QEMU's command line.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cofolio_guest::CHANNEL_PORT;
+use serde::{Deserialize, Serialize};
+
+use super::error::{Result, VmError};
+use super::kernel::Kernel;
+use crate::programs;
+
+/// The first PCI slot of the image's devices, eight to a slot; those before are for the others.
+const FIRST_SLOT: usize = 8;
+/// Most devices of an image.
+const DEVICES_MAX: usize = (32 - FIRST_SLOT) * 8;
+/// QEMU rounds what devices may take.
+const DEVICE_ROOM: u64 = 1 << 30;
+
+/// What executes the guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Accel {
+    /// The processor, by the host's kernel.
+    Kvm,
+    /// An emulator, tens of times slower.
+    Tcg,
+}
+
+impl Accel {
+    /// KVM where the processor has what it needs. A kernel can offer it without.
+    pub fn of_this_machine(root: &Path) -> Self {
+        let flags = std::fs::read_to_string(root.join("proc/cpuinfo")).unwrap_or_default();
+        let has =
+            |flag: &str| flags.lines().any(|line| line.split_whitespace().any(|it| it == flag));
+        let is_open = File::options().read(true).write(true).open(root.join("dev/kvm")).is_ok();
+        if is_open && (has("vmx") || has("svm")) { Self::Kvm } else { Self::Tcg }
+    }
+}
+
+/// All that a QEMU is started with.
+pub(super) struct Qemu<'q> {
+    pub(super) name: &'q str,
+    pub(super) accel: Accel,
+    pub(super) memory_bytes: u64,
+    pub(super) cpus: u32,
+    pub(super) kernel: &'q Kernel,
+    pub(super) initramfs: &'q Path,
+    /// Words for the kernel.
+    pub(super) append: String,
+    /// The image's files, with their sizes.
+    pub(super) files: &'q [(PathBuf, u64)],
+    /// A disk with a filesystem for changes.
+    pub(super) disk: Option<&'q Path>,
+    /// Where it writes its process id.
+    pub(super) pid_file: &'q Path,
+    /// A listening socket for its control protocol.
+    pub(super) qmp: OwnedFd,
+    /// The guest's end of the channel.
+    pub(super) channel: OwnedFd,
+}
+
+/// The program of QEMU for this machine's processor.
+///
+/// # Errors
+/// [`VmError::Unsupported`].
+pub(super) fn program() -> Result<PathBuf> {
+    // virtio-pmem is on x86 machines of QEMU alone.
+    if std::env::consts::ARCH != "x86_64" {
+        let what = "QEMU has virtio-pmem, which images need, on x86-64 only";
+        return Err(VmError::Unsupported(what.to_owned()));
+    }
+    let name = "qemu-system-x86_64";
+    programs::find(name).ok_or_else(|| VmError::Unsupported(format!("{name} is not installed")))
+}
+
+impl Qemu<'_> {
+    /// The command. The guest's console is its standard input and output.
+    ///
+    /// # Errors
+    /// [`VmError::Unsupported`] for an image with too many devices.
+    pub(super) fn command(self, program: &Path) -> Result<Command> {
+        if self.files.len() > DEVICES_MAX {
+            let what =
+                format!("the image has {} devices, QEMU takes {DEVICES_MAX}", self.files.len());
+            return Err(VmError::Unsupported(what));
+        }
+        let mut command = Command::new(program);
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        command.args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,resourcecontrol=deny"]);
+        command.args(["-name", &format!("{},debug-threads=on", self.name)]);
+        command.arg("-pidfile").arg(self.pid_file);
+        match self.accel {
+            Accel::Kvm => command.args(["-machine", "pc,accel=kvm,mem-merge=off", "-cpu", "host"]),
+            // Of QEMU 7.2's emulator guests were seen to hang with HPET, and cmpxchg16b to leave
+            // garbage in the flags.
+            Accel::Tcg => command.args([
+                "-machine",
+                "pc,accel=tcg,hpet=off,mem-merge=off",
+                "-cpu",
+                "max,cx16=off",
+            ]),
+        };
+        let devices: u64 = self.files.iter().map(|(_, size)| size).sum();
+        let most = self.memory_bytes + devices.next_multiple_of(DEVICE_ROOM) + DEVICE_ROOM;
+        command.args(["-m", &format!("size={}k,maxmem={}k", self.memory_bytes >> 10, most >> 10)]);
+        command.args(["-smp", &self.cpus.to_string()]);
+        command.arg("-kernel").arg(&self.kernel.image).arg("-initrd").arg(self.initramfs);
+        command.args(["-append", &self.append]);
+        for (number, (path, size)) in self.files.iter().enumerate() {
+            let mut backend = OsString::from(format!("memory-backend-file,id=image{number},"));
+            backend.push(format!("size={size},share=on,readonly=on,mem-path="));
+            backend.push(escaped(path));
+            let (slot, function) = (FIRST_SLOT + number / 8, number % 8);
+            let multi = if function == 0 { ",multifunction=on" } else { "" };
+            let device =
+                format!("virtio-pmem-pci,memdev=image{number},addr={slot:x}.{function:x}{multi}");
+            command.arg("-object").arg(backend).args(["-device", &device]);
+        }
+        if let Some(disk) = self.disk {
+            let mut drive = OsString::from("if=none,id=disk,format=raw,discard=unmap,file=");
+            drive.push(escaped(disk));
+            command.arg("-drive").arg(drive).args(["-device", "virtio-blk-pci,drive=disk"]);
+        }
+        command.args([
+            "-device",
+            "virtio-balloon-pci,id=balloon,free-page-reporting=on,deflate-on-oom=on",
+        ]);
+        command.args(["-device", "virtio-serial-pci"]);
+        command.args(["-chardev", "stdio,id=console,signal=off"]);
+        command.args(["-device", "virtconsole,chardev=console"]);
+        command.args(["-chardev", &format!("socket,id=channel,fd={}", self.channel.as_raw_fd())]);
+        command.args(["-device", &format!("virtserialport,chardev=channel,name={CHANNEL_PORT}")]);
+        let qmp = format!("socket,id=qmp,fd={},server=on,wait=off", self.qmp.as_raw_fd());
+        command.args(["-chardev", &qmp, "-mon", "chardev=qmp,mode=control"]);
+        cofolio_sys::process::inherit(&mut command, self.channel);
+        cofolio_sys::process::inherit(&mut command, self.qmp);
+        Ok(command)
+    }
+}
+
+/// A path in an option: QEMU reads a comma as its end, and two as one.
+fn escaped(path: &Path) -> OsString {
+    use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+    let bytes = path.as_os_str().as_bytes().iter();
+    OsString::from_vec(bytes.flat_map(|&b| if b == b',' { vec![b, b] } else { vec![b] }).collect())
+}
+
+/// Connects to what listens in a directory, however long its path is.
+pub(super) fn connect(dir: &Path, name: &str) -> io::Result<std::os::unix::net::UnixStream> {
+    let held = File::open(dir)?;
+    let path = format!("/proc/self/fd/{}/{name}", held.as_raw_fd());
+    std::os::unix::net::UnixStream::connect(path)
+}
+
+/// Listens in a directory, however long its path is.
+pub(super) fn listen(dir: &Path, name: &str) -> io::Result<std::os::unix::net::UnixListener> {
+    let held = File::open(dir)?;
+    let path = format!("/proc/self/fd/{}/{name}", held.as_raw_fd());
+    std::os::unix::net::UnixListener::bind(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_comma_in_a_path_ends_no_option() {
+        assert_eq!(escaped(Path::new("/a,b/c")), "/a,,b/c");
+    }
+}

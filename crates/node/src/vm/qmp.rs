@@ -1,0 +1,109 @@
+//! QEMU's control protocol (docs/interop/qmp-spec.rst): a JSON document a line.
+
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+/// Longest answer, in bytes.
+const ANSWER_BYTES_MAX: u64 = 4 << 20;
+/// How long QEMU may take to answer. Its main loop is busy while it starts.
+const ANSWER_SECONDS_MAX: u64 = 10;
+
+/// A connection to a QEMU. It serves one at a time.
+#[derive(Debug)]
+pub struct Qmp {
+    reader: BufReader<UnixStream>,
+}
+
+impl Qmp {
+    /// Greets.
+    ///
+    /// # Errors
+    /// Those of the socket; `InvalidData` if no QEMU is there.
+    pub fn new(socket: UnixStream) -> io::Result<Self> {
+        let patience = Some(Duration::from_secs(ANSWER_SECONDS_MAX));
+        socket.set_read_timeout(patience)?;
+        socket.set_write_timeout(patience)?;
+        let mut qmp = Self { reader: BufReader::new(socket) };
+        let greeting = qmp.read()?;
+        if greeting.get("QMP").is_none() {
+            return Err(invalid(format!("no QEMU greets there: {greeting}")));
+        }
+        qmp.call("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// What a command returns. Events that come before are dropped.
+    ///
+    /// # Errors
+    /// Those of the socket; `InvalidData` with QEMU's words if it refuses.
+    pub fn call(&mut self, command: &str, arguments: Value) -> io::Result<Value> {
+        let call = json!({ "execute": command, "arguments": arguments });
+        self.reader.get_mut().write_all(format!("{call}\n").as_bytes())?;
+        loop {
+            let mut answer = self.read()?;
+            if let Some(value) = answer.get_mut("return") {
+                return Ok(value.take());
+            }
+            if let Some(error) = answer.get("error") {
+                let words = error.get("desc").and_then(Value::as_str).unwrap_or_default();
+                return Err(invalid(format!("{command}: {words}")));
+            }
+        }
+    }
+
+    fn read(&mut self) -> io::Result<Value> {
+        let mut line = Vec::new();
+        self.reader.by_ref().take(ANSWER_BYTES_MAX).read_until(b'\n', &mut line)?;
+        if line.is_empty() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        serde_json::from_slice(&line).map_err(|error| invalid(error.to_string()))
+    }
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    /// Answers as QEMU 7.2 was seen to.
+    fn answering(lines: &'static [&'static str]) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        std::thread::spawn(move || {
+            let mut reader = BufReader::new(theirs.try_clone().unwrap());
+            let mut theirs = theirs;
+            let greeting = r#"{"QMP": {"version": {"qemu": {"micro": 22, "minor": 2, "major": 7}, "package": ""}, "capabilities": ["oob"]}}"#;
+            writeln!(theirs, "{greeting}").unwrap();
+            let mut asked = String::new();
+            reader.read_line(&mut asked).unwrap();
+            writeln!(theirs, r#"{{"return": {{}}}}"#).unwrap();
+            for line in lines {
+                asked.clear();
+                reader.read_line(&mut asked).unwrap();
+                writeln!(theirs, "{line}").unwrap();
+            }
+        });
+        ours
+    }
+
+    #[test]
+    fn events_are_no_answers() {
+        let mut qmp = Qmp::new(answering(&[
+            "{\"event\": \"BALLOON_CHANGE\", \"data\": {\"actual\": 1}, \"timestamp\": {}}\n{\"return\": {\"actual\": 536870912}}",
+            r#"{"error": {"class": "GenericError", "desc": "No balloon device has been activated"}}"#,
+        ]))
+        .unwrap();
+        assert_eq!(qmp.call("query-balloon", json!({})).unwrap()["actual"], 536_870_912);
+        let error = qmp.call("balloon", json!({"value": 1})).unwrap_err();
+        assert_eq!(error.to_string(), "balloon: No balloon device has been activated");
+        assert!(qmp.call("stop", json!({})).is_err());
+    }
+}
