@@ -331,6 +331,7 @@ fn daemon_that_is_always_at_upkeep() {
         period: Duration::from_secs(1),
         reclaim: Default::default(),
         share: 1.0,
+        recycle: None,
         upkeep: Schedule {
             delay: Duration::ZERO,
             gc: Some(Duration::ZERO),

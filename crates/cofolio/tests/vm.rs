@@ -6,13 +6,16 @@ mod common;
 
 use std::fs;
 use std::ops::Deref;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use cofolio_node::vm::qmp::Qmp;
 use common::machine::{import_box, until};
-use common::{Ran, Sandbox, cofolio, program, skip};
+use common::{Killed, Ran, Sandbox, cofolio, program, skip};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A sandbox whose virtual machines end with it, however the test ends.
 struct Host {
@@ -210,6 +213,45 @@ fn killed_processes_leave_a_machine_that_can_be_removed() {
     });
     assert_eq!(ended["exit_status"], 125);
     host.run(&["vm", "stop", "two"]).ok();
+    host.assert_clean();
+}
+
+/// A pulse that a killed daemon has left would keep the guest's memory for good.
+#[test]
+fn the_daemon_returns_freed_memory_and_lets_balloons_go() {
+    let test = "the_daemon_returns_freed_memory_and_lets_balloons_go";
+    let Some(host) = host(test) else { return };
+    let script = "mkdir /tmp/f; mount -t tmpfs -o size=120m f /tmp/f
+        dd if=/dev/urandom of=/tmp/f/x bs=1M count=100 2>/dev/null; echo filled
+        read wait </tmp/fifo; rm /tmp/f/x; echo freed; sleep 1000";
+    let script = format!("mkfifo /tmp/fifo; (sleep 8; echo >/tmp/fifo) & {script}");
+    host.sh(&["--detach", "--name", "one"], &script).ok();
+    let guest = host.guests().remove(0);
+    let output = || fs::read_to_string(guest["output"].as_str().unwrap()).unwrap();
+    let held = || {
+        let status = fs::read_to_string(format!("/proc/{}/status", guest["pid"])).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
+    };
+    until("the guest has filled its memory", || output().contains("filled").then_some(()));
+    let filled = held();
+    // What another program took: nobody else knows of it.
+    let socket = Path::new(guest["qmp"].as_str().unwrap());
+    let dir = fs::File::open(socket.parent().unwrap()).unwrap();
+    let short = format!("/proc/self/fd/{}/qmp", dir.as_raw_fd());
+    let mut qmp = Qmp::new(UnixStream::connect(short).unwrap()).unwrap();
+    qmp.call("balloon", json!({"value": 170 << 20})).unwrap();
+    let mut actual = || qmp.call("query-balloon", json!({})).unwrap()["actual"].as_u64().unwrap();
+    until("the balloon is inflated", || (actual() <= 171 << 20).then_some(()));
+
+    let socket = host.text("daemon.sock");
+    let mut serve = host.command(&["serve", "--socket", &socket]);
+    let _daemon = Killed::start(serve.stdout(Stdio::null()).stderr(Stdio::null()));
+    until("the balloon is let go", || (actual() == 192 << 20).then_some(()));
+    until("the guest has freed its memory", || output().contains("freed").then_some(()));
+    until("it is returned", || (held() + 50 < filled).then_some(()));
+    until("the balloon is let go again", || (actual() == 192 << 20).then_some(()));
+    host.run(&["vm", "stop", "--time", "0", "one"]).ok();
     host.assert_clean();
 }
 

@@ -23,6 +23,7 @@ mod listen;
 mod metrics;
 mod pace;
 mod published;
+mod recycle;
 mod runtime;
 mod serve;
 mod upkeep;

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use cofolio_node::ledger::{Ledger, ReclaimPolicy};
 use cofolio_node::run_dir::RunDir;
+use cofolio_node::vm::recycler::Policy;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
 use rustix::fs::{FlockOperation, flock};
@@ -26,6 +27,7 @@ use crate::http::{self, ConnectionLimits, Peer};
 use crate::listen::{self, ListenError, Listener, SocketFile};
 use crate::metrics::Metrics;
 use crate::published::Published;
+use crate::recycle;
 use crate::runtime;
 use crate::upkeep::{self, Done, Schedule, Work};
 use crate::worker::Worker;
@@ -60,6 +62,8 @@ pub struct Settings {
     pub reclaim: ReclaimPolicy,
     /// When to do upkeep.
     pub upkeep: Schedule,
+    /// How to return guests' free memory, if at all.
+    pub recycle: Option<Policy>,
 }
 
 /// Gets a line for the operator.
@@ -133,6 +137,10 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
         let _watched = watched();
         upkeep::run(work, &store, &options.run, &settings, &done, &cancel, log);
     };
+    let recycle = || {
+        let _watched = watched();
+        recycle::run(&options.run, &settings, &cancel, log);
+    };
     std::thread::scope(|scope| {
         let stop_threads = || {
             cancel.cancel();
@@ -151,6 +159,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
             .spawn_scoped(scope, ledger)
             .and_then(|_| thread("gc").spawn_scoped(scope, || upkeep(Work::Gc)))
             .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
+            .and_then(|_| thread("recycler").spawn_scoped(scope, recycle))
             .map_err(DaemonError::Start)?;
         let reload = || server.reload(&settings, reload);
         let served = server.run(sockets, Arc::clone(&broken), &reload, &stop_threads);

@@ -53,6 +53,8 @@ pub struct Config {
     pub trust: Trust,
     /// `[daemon]`
     pub daemon: Daemon,
+    /// `[vm]`
+    pub vm: Vm,
 }
 
 /// `[store]`
@@ -277,6 +279,31 @@ impl Default for Reclaim {
 /// From 0 percent on there would be pressure at all times.
 fn pressure<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     in_range("daemon.reclaim.pressure_percent", 0.01..=100.0, deserializer)
+}
+
+/// `[vm]`: virtual machines.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Vm {
+    /// Kernel of guests.
+    pub kernel: Option<PathBuf>,
+    /// Whether the daemon returns memory that guests have freed.
+    pub recycle: bool,
+    /// Free memory that it leaves each guest.
+    pub reserve: Size,
+    /// Percent of one processor that it takes for that, 0.1 to 100.
+    #[serde(deserialize_with = "recycle_cpu_percent")]
+    pub recycle_cpu_percent: f64,
+}
+
+impl Default for Vm {
+    fn default() -> Self {
+        Self { kernel: None, recycle: true, reserve: Size(32 << 20), recycle_cpu_percent: 5.0 }
+    }
+}
+
+fn recycle_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    in_range("vm.recycle_cpu_percent", 0.1..=100.0, deserializer)
 }
 
 /// `[trust]`: what is asked of images.

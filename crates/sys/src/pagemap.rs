@@ -3,7 +3,10 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
+
+use rustix::ioctl::{self, opcode};
 
 /// What the kernel says of one page of a process's address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,4 +62,151 @@ pub fn entries(
         }
     }
     Ok(())
+}
+
+/// What a page is, for [`scan`] (`include/uapi/linux/fs.h`).
+pub mod category {
+    /// It can be write-protected asynchronously: it is registered with such a userfaultfd.
+    pub const WP_ALLOWED: u64 = 1 << 0;
+    /// It was written to since it was write-protected.
+    pub const WRITTEN: u64 = 1 << 1;
+    /// It belongs to a file.
+    pub const FILE: u64 = 1 << 2;
+    /// It is in memory.
+    pub const PRESENT: u64 = 1 << 3;
+    /// It is swapped out.
+    pub const SWAPPED: u64 = 1 << 4;
+    /// It is the kernel's page of zeros.
+    pub const ZERO: u64 = 1 << 5;
+    /// It is part of a huge page, or of its size.
+    pub const HUGE: u64 = 1 << 6;
+}
+
+/// Pages of an address space that are the same in what was asked for.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Region {
+    /// First address.
+    pub start: u64,
+    /// Address behind the last one.
+    pub end: u64,
+    /// Those of the categories that were asked for ([`Query::returned`]).
+    pub categories: u64,
+}
+
+/// Which pages [`scan`] finds, as bits of [`category`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Query {
+    /// A page must have all of these, but for those in `inverted`, which it must not have.
+    pub mask: u64,
+    /// See `mask`.
+    pub inverted: u64,
+    /// What is said of each page.
+    pub returned: u64,
+    /// Write-protect what is found, so that a later scan says what was written to.
+    pub write_protect: bool,
+}
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+const _: () = assert!(size_of::<Region>() == 24 && size_of::<ScanArg>() == 96);
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: ioctl::Opcode = opcode::read_write::<ScanArg>(b'f', 16);
+const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
+const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
+/// Regions that are asked for at once.
+const REGIONS: usize = 1024;
+
+/// Calls `each` with the regions of pages at `addresses` that a query finds (PAGEMAP_SCAN, Linux
+/// 6.7), for another process, too. Addresses are multiples of the page size.
+///
+/// # Errors
+/// `ENOTTY` before Linux 6.7; `ESRCH` for a process that has ended; with
+/// [`Query::write_protect`], `EPERM` where an address cannot be write-protected. What
+/// was found before is done.
+pub fn scan(
+    pagemap: &File,
+    addresses: Range<u64>,
+    query: Query,
+    mut each: impl FnMut(Region),
+) -> io::Result<()> {
+    let mut regions = [Region::default(); REGIONS];
+    let flags = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
+    let mut start = addresses.start;
+    while start < addresses.end {
+        let mut arg = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            flags: if query.write_protect { flags } else { 0 },
+            start,
+            end: addresses.end,
+            walk_end: 0,
+            vec: regions.as_mut_ptr() as u64,
+            vec_len: REGIONS as u64,
+            max_pages: 0,
+            category_inverted: query.inverted,
+            category_mask: query.mask | query.inverted,
+            category_anyof_mask: 0,
+            return_mask: query.returned,
+        };
+        // SAFETY: the kernel reads and writes `arg`, and writes at most `vec_len` regions to the
+        // array behind `vec`; both live through the call, and any bytes make a region.
+        let found = unsafe {
+            libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN as _, std::ptr::from_mut(&mut arg))
+        };
+        let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
+        regions.iter().take(found).copied().for_each(&mut each);
+        if arg.walk_end <= start {
+            return Err(io::Error::other("PAGEMAP_SCAN does not go on"));
+        }
+        start = arg.walk_end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    #[test]
+    fn a_scan_finds_the_pages_that_are_there() {
+        let page = crate::cache::page_size();
+        let mut pages = vec![0_u8; 64 * usize::try_from(page).unwrap()];
+        let start = (pages.as_ptr() as u64).next_multiple_of(page);
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let present = Query { mask: category::PRESENT, ..Query::default() };
+        let count = |range: Range<u64>| {
+            let mut found = 0;
+            let scanned = scan(&pagemap, range, present, |it| found += (it.end - it.start) / page);
+            scanned.map(|()| found)
+        };
+        let range = start..start + 60 * page;
+        match count(range.clone()) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
+                println!("SKIP a_scan_finds_the_pages_that_are_there: no PAGEMAP_SCAN here");
+                return;
+            }
+            other => drop(other.unwrap()),
+        }
+        pages.fill(1);
+        assert_eq!(count(range).unwrap(), 60);
+        assert!(count(1 << 62..(1 << 62) + page).unwrap_or(0) == 0);
+    }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
 use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin, listen_address};
 use cofolio_node::ledger::ReclaimPolicy;
+use cofolio_node::vm::recycler::Policy;
 use cofolio_store::{Error, Store};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::PIPE_BUF;
@@ -123,7 +124,7 @@ fn needs_restart(args: &Args, context: &Context<'_>, new: &Config) -> Vec<&'stat
 }
 
 fn settings(args: &Args, config: &Config) -> Settings {
-    let Config { daemon, store, .. } = config;
+    let Config { daemon, store, vm, .. } = config;
     let every = |number: u32, seconds: u64| {
         (number > 0).then(|| Duration::from_secs(u64::from(number) * seconds))
     };
@@ -142,5 +143,10 @@ fn settings(args: &Args, config: &Config) -> Settings {
             scrub_rate: Some(daemon.scrub_rate.0),
             limit: store.limit.clone(),
         },
+        recycle: vm.recycle.then(|| Policy {
+            reserve: vm.reserve.0,
+            share: vm.recycle_cpu_percent / 100.0,
+            ..Policy::default()
+        }),
     }
 }

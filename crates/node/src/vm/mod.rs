@@ -12,7 +12,7 @@
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
 //!   pid                       of the VMM, written by it
-//!   qmp                       socket of its control protocol
+//!   qmp, recycle              sockets of its control protocol: for others, and for the recycler
 //!   control                   socket of the process that waits: takes messages for the guest
 //!   vmm.log                   what the VMM complains of
 //!   output, output.1          console of a detached one, at most OUTPUT_BYTES_MAX each
@@ -30,6 +30,8 @@ mod initramfs;
 mod kernel;
 mod qemu;
 pub mod qmp;
+mod ram;
+pub mod recycler;
 mod run;
 
 use std::fs;
@@ -152,21 +154,11 @@ impl<'a> Machines<'a> {
     /// # Errors
     /// [`VmError::RunDir`].
     pub fn list(&self, failed: &mut Vec<VmError>) -> Result<Vec<VmStatus>> {
-        let mut all = Vec::new();
-        for name in self.names()? {
-            match self.status(&name) {
-                Ok(status) => all.extend(status),
-                Err(error) => failed.push(error),
-            }
-        }
-        Ok(all)
+        list(&self.run, failed)
     }
 
     fn names(&self) -> Result<Vec<String>> {
-        let mut names = run_dir::list(&self.dir())?;
-        names.retain(|name| is_name(name) && self.dir().join(name).is_dir());
-        names.sort();
-        Ok(names)
+        names(&self.dir())
     }
 
     /// One by its name.
@@ -177,27 +169,7 @@ impl<'a> Machines<'a> {
         if !is_name(name) {
             return Err(VmError::Name(name.to_owned()));
         }
-        self.status(name)?.ok_or_else(|| VmError::NotFound(name.to_owned()))
-    }
-
-    fn status(&self, name: &str) -> Result<Option<VmStatus>> {
-        let dir = self.dir().join(name);
-        let Some(record) = read_record(&dir)? else { return Ok(None) };
-        let lives = is_locked(&dir)?;
-        let is_attended = || qemu::connect(&dir, "control").is_ok();
-        let state = match lives {
-            false => VmState::Ended,
-            true if is_attended() => VmState::Running,
-            true => VmState::Unattended,
-        };
-        Ok(Some(VmStatus {
-            state,
-            pid: vmm_pid(&dir).filter(|_| lives),
-            exit_status: kept_exit_status(&dir).filter(|_| !lives),
-            output: Some(dir.join("output")).filter(|output| output.exists()),
-            qmp: dir.join("qmp"),
-            record,
-        }))
+        status(&self.dir().join(name))?.ok_or_else(|| VmError::NotFound(name.to_owned()))
     }
 
     /// Ends a virtual machine and removes what is left: sends the image's program its signal, and
@@ -278,6 +250,48 @@ impl<'a> Machines<'a> {
         drop(lock);
         Ok(true)
     }
+}
+
+/// All virtual machines of a run directory, by name. `failed` says of which others nothing can be
+/// read.
+///
+/// # Errors
+/// [`VmError::RunDir`].
+pub fn list(run: &RunDir, failed: &mut Vec<VmError>) -> Result<Vec<VmStatus>> {
+    let (all, mut found) = (run.path().join("vms"), Vec::new());
+    for name in names(&all)? {
+        match status(&all.join(name)) {
+            Ok(status) => found.extend(status),
+            Err(error) => failed.push(error),
+        }
+    }
+    Ok(found)
+}
+
+fn names(all: &Path) -> Result<Vec<String>> {
+    let mut names = run_dir::list(all)?;
+    names.retain(|name| is_name(name) && all.join(name).is_dir());
+    names.sort();
+    Ok(names)
+}
+
+fn status(dir: &Path) -> Result<Option<VmStatus>> {
+    let Some(record) = read_record(dir)? else { return Ok(None) };
+    let lives = is_locked(dir)?;
+    let is_attended = || qemu::connect(dir, "control").is_ok();
+    let state = match lives {
+        false => VmState::Ended,
+        true if is_attended() => VmState::Running,
+        true => VmState::Unattended,
+    };
+    Ok(Some(VmStatus {
+        state,
+        pid: vmm_pid(dir).filter(|_| lives),
+        exit_status: kept_exit_status(dir).filter(|_| !lives),
+        output: Some(dir.join("output")).filter(|output| output.exists()),
+        qmp: dir.join("qmp"),
+        record,
+    }))
 }
 
 /// The record; `None` where none was written, so that nothing was started either.

@@ -58,8 +58,8 @@ pub(super) struct Qemu<'q> {
     pub(super) disk: Option<&'q Path>,
     /// Where it writes its process id.
     pub(super) pid_file: &'q Path,
-    /// A listening socket for its control protocol.
-    pub(super) qmp: OwnedFd,
+    /// Listening sockets for its control protocol: each serves one client at a time.
+    pub(super) monitors: Vec<OwnedFd>,
     /// The guest's end of the channel.
     pub(super) channel: OwnedFd,
 }
@@ -135,10 +135,16 @@ impl Qemu<'_> {
         command.args(["-device", "virtconsole,chardev=console"]);
         command.args(["-chardev", &format!("socket,id=channel,fd={}", self.channel.as_raw_fd())]);
         command.args(["-device", &format!("virtserialport,chardev=channel,name={CHANNEL_PORT}")]);
-        let qmp = format!("socket,id=qmp,fd={},server=on,wait=off", self.qmp.as_raw_fd());
-        command.args(["-chardev", &qmp, "-mon", "chardev=qmp,mode=control"]);
+        for (number, monitor) in self.monitors.iter().enumerate() {
+            let fd = monitor.as_raw_fd();
+            let socket = format!("socket,id=monitor{number},fd={fd},server=on,wait=off");
+            let monitor = format!("chardev=monitor{number},mode=control");
+            command.args(["-chardev", &socket, "-mon", &monitor]);
+        }
         cofolio_sys::process::inherit(&mut command, self.channel);
-        cofolio_sys::process::inherit(&mut command, self.qmp);
+        for monitor in self.monitors {
+            cofolio_sys::process::inherit(&mut command, monitor);
+        }
         Ok(command)
     }
 }

@@ -175,7 +175,11 @@ impl Machines<'_> {
         write_file(&path, &text)?;
 
         let control = qemu::listen(dir, "control").at("listening at", dir.join("control"))?;
-        let qmp = qemu::listen(dir, "qmp").at("listening at", dir.join("qmp"))?;
+        let monitors = ["qmp", "recycle"].map(|name| {
+            let listener = qemu::listen(dir, name).at("listening at", dir.join(name))?;
+            Ok::<_, VmError>(OwnedFd::from(listener))
+        });
+        let monitors = monitors.into_iter().collect::<Result<Vec<_>>>()?;
         let (channel, guests) = UnixStream::pair().at("making", "a socket")?;
         let mut command = Qemu {
             name,
@@ -188,7 +192,7 @@ impl Machines<'_> {
             files: &attached.files,
             disk: None,
             pid_file: &dir.join("pid"),
-            qmp: qmp.into(),
+            monitors,
             channel: guests.into(),
         }
         .command(vmm)?;

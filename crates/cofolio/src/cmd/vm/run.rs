@@ -124,7 +124,8 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
 
 fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
     let root = Path::new("/");
-    let kernel = match &args.kernel {
+    let kernel = args.kernel.as_ref().or(context.config.config.vm.kernel.as_ref());
+    let kernel = match kernel {
         Some(path) => Kernel::open(path)?,
         None => Kernel::of_this_machine(root)?,
     };
