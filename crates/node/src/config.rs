@@ -367,14 +367,14 @@ pub struct Loaded {
 impl Config {
     /// All paths in it but that of a runtime, which may be a name.
     fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
-        let Self { store, trust, daemon, .. } = self;
+        let Self { store, trust, daemon, vm, .. } = self;
         let keys =
             trust.refs.values_mut().flat_map(|rule| [&mut rule.signed_by, &mut rule.cosign_keys]);
         let keys = keys.chain([&mut trust.signed_by, &mut trust.cosign_keys]).flatten();
         let Daemon { socket, tls_certificate, tls_key, tls_client_ca, token_file, .. } = daemon;
         let of_daemon = [socket, tls_certificate, tls_key, tls_client_ca, token_file];
-        let of_daemon = of_daemon.into_iter().filter_map(Option::as_mut);
-        [&mut store.path, &mut store.run_dir].into_iter().chain(keys).chain(of_daemon)
+        let others = of_daemon.into_iter().chain([&mut vm.kernel]).filter_map(Option::as_mut);
+        [&mut store.path, &mut store.run_dir].into_iter().chain(keys).chain(others)
     }
 }
 
