@@ -30,15 +30,16 @@ corpus:
 # PREFIX says where, DESTDIR below which directory (for packages). BINARY is what gets installed.
 PREFIX ?= /usr/local
 BINARY ?= target/release/cofolio
-# The first process of virtual machines: `tools/guest` builds it.
-GUEST ?= target/lib/cofolio/cofolio-guest
+# What virtual machines need: `tools/guest` builds it.
+VM_FILES ?= target/lib/cofolio
 bin = $(DESTDIR)$(PREFIX)/bin
 share = $(DESTDIR)$(PREFIX)/share
 install: build install-built
 
 install-built:
 	install -D -m 755 $(BINARY) $(bin)/cofolio
-	install -D -m 755 $(GUEST) $(DESTDIR)$(PREFIX)/lib/cofolio/cofolio-guest
+	install -D -m 755 $(VM_FILES)/cofolio-guest $(DESTDIR)$(PREFIX)/lib/cofolio/cofolio-guest
+	install -m 644 $(VM_FILES)/libcofolio_shim.so $(DESTDIR)$(PREFIX)/lib/cofolio/libcofolio_shim.so
 	$(BINARY) man --quiet $(share)/man/man1
 	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
 	$(BINARY) completions bash >$(share)/bash-completion/completions/cofolio
@@ -53,11 +54,11 @@ install-built:
 
 # Images, settings and mounts stay.
 uninstall:
-	rm -f $(bin)/cofolio $(DESTDIR)$(PREFIX)/lib/cofolio/cofolio-guest $(share)/man/man1/cofolio.1 $(share)/man/man1/cofolio-*.1
+	rm -f $(bin)/cofolio $(share)/man/man1/cofolio.1 $(share)/man/man1/cofolio-*.1
 	rm -f $(share)/bash-completion/completions/cofolio $(share)/zsh/site-functions/_cofolio
 	rm -f $(share)/fish/vendor_completions.d/cofolio.fish
 	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.service $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.socket
-	rm -rf $(share)/doc/cofolio
+	rm -rf $(share)/doc/cofolio $(DESTDIR)$(PREFIX)/lib/cofolio
 
 # One program without libraries, for x86-64: target/x86_64-unknown-linux-musl/release/cofolio.
 static:

@@ -332,6 +332,7 @@ fn daemon_that_is_always_at_upkeep() {
         reclaim: Default::default(),
         share: 1.0,
         recycle: None,
+        merge: None,
         upkeep: Schedule {
             delay: Duration::ZERO,
             gc: Some(Duration::ZERO),

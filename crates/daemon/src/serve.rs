@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use cofolio_node::ledger::{Ledger, ReclaimPolicy};
 use cofolio_node::run_dir::RunDir;
+use cofolio_node::vm::merger::MergePolicy;
 use cofolio_node::vm::recycler::Policy;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
@@ -23,11 +24,11 @@ use tokio::task::JoinHandle;
 
 use crate::api::{Api, ENCODERS_MAX, Turns};
 use crate::auth::{Auth, AuthFiles, ReloadableAuth};
+use crate::guests;
 use crate::http::{self, ConnectionLimits, Peer};
 use crate::listen::{self, ListenError, Listener, SocketFile};
 use crate::metrics::Metrics;
 use crate::published::Published;
-use crate::recycle;
 use crate::runtime;
 use crate::upkeep::{self, Done, Schedule, Work};
 use crate::worker::Worker;
@@ -64,6 +65,8 @@ pub struct Settings {
     pub upkeep: Schedule,
     /// How to return guests' free memory, if at all.
     pub recycle: Option<Policy>,
+    /// How to merge guests' pages, if at all.
+    pub merge: Option<MergePolicy>,
 }
 
 /// Gets a line for the operator.
@@ -139,7 +142,11 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
     };
     let recycle = || {
         let _watched = watched();
-        recycle::run(&options.run, &settings, &cancel, log);
+        guests::recycle(&options.run, &settings, &cancel, log);
+    };
+    let merge = || {
+        let _watched = watched();
+        guests::merge(&options.run, &settings, &cancel, log);
     };
     std::thread::scope(|scope| {
         let stop_threads = || {
@@ -160,6 +167,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
             .and_then(|_| thread("gc").spawn_scoped(scope, || upkeep(Work::Gc)))
             .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
             .and_then(|_| thread("recycler").spawn_scoped(scope, recycle))
+            .and_then(|_| thread("merger").spawn_scoped(scope, merge))
             .map_err(DaemonError::Start)?;
         let reload = || server.reload(&settings, reload);
         let served = server.run(sockets, Arc::clone(&broken), &reload, &stop_threads);

@@ -369,8 +369,14 @@ mod tests {
         is_enough: impl Fn(&Done) -> bool,
     ) -> (Done, Vec<String>) {
         let (period, reclaim) = (Duration::from_secs(1), ReclaimPolicy::default());
-        let settings =
-            RwLock::new(Settings { period, share: 0.01, reclaim, upkeep, recycle: None });
+        let settings = RwLock::new(Settings {
+            period,
+            share: 0.01,
+            reclaim,
+            upkeep,
+            recycle: None,
+            merge: None,
+        });
         let (done, cancel) = (Mutex::new(Done::default()), Cancel::default());
         let heard = Mutex::new(Vec::new());
         let said = |text: &str| heard.lock().unwrap().push(text.to_owned());

@@ -294,12 +294,28 @@ pub struct Vm {
     /// Percent of one processor that it takes for that, 0.1 to 100.
     #[serde(deserialize_with = "recycle_cpu_percent")]
     pub recycle_cpu_percent: f64,
+    /// Whether the daemon merges pages that guests of a trust domain have in common.
+    pub merge: bool,
+    /// Seconds from one look at guests' pages to the next, 1 to 3600.
+    #[serde(deserialize_with = "merge_seconds")]
+    pub merge_seconds: u32,
 }
 
 impl Default for Vm {
     fn default() -> Self {
-        Self { kernel: None, recycle: true, reserve: Size(32 << 20), recycle_cpu_percent: 5.0 }
+        Self {
+            kernel: None,
+            recycle: true,
+            reserve: Size(32 << 20),
+            recycle_cpu_percent: 5.0,
+            merge: true,
+            merge_seconds: 60,
+        }
     }
+}
+
+fn merge_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    in_range("vm.merge_seconds", 1..=3600, deserializer)
 }
 
 fn recycle_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {

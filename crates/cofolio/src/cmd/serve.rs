@@ -6,6 +6,7 @@ use std::time::Duration;
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
 use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin, listen_address};
 use cofolio_node::ledger::ReclaimPolicy;
+use cofolio_node::vm::merger::MergePolicy;
 use cofolio_node::vm::recycler::Policy;
 use cofolio_store::{Error, Store};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -147,6 +148,10 @@ fn settings(args: &Args, config: &Config) -> Settings {
             reserve: vm.reserve.0,
             share: vm.recycle_cpu_percent / 100.0,
             ..Policy::default()
+        }),
+        merge: vm.merge.then(|| MergePolicy {
+            period: Duration::from_secs(vm.merge_seconds.into()),
+            ..MergePolicy::default()
         }),
     }
 }

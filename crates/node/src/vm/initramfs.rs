@@ -123,20 +123,28 @@ impl Archive {
     }
 }
 
-/// Where the guest's program is: beside this one, as it is installed and as it is built.
+/// A file that belongs to this program, beside it as it is installed and as it is built.
+///
+/// # Errors
+/// [`VmError::Mount`].
+pub(super) fn beside(name: &str) -> Result<Option<PathBuf>> {
+    Ok(Some(place(name)?).filter(|path| path.is_file()))
+}
+
+fn place(name: &str) -> Result<PathBuf> {
+    let own = std::env::current_exe().at("looking for", "this program")?;
+    Ok(own.parent().unwrap_or(Path::new("/")).join("../lib/cofolio").join(name))
+}
+
+/// Where the guest's program is.
 ///
 /// # Errors
 /// [`VmError::Guest`].
 pub(super) fn guest_program() -> Result<PathBuf> {
-    let own = std::env::current_exe().at("looking for", "this program")?;
-    let path = own.parent().unwrap_or(Path::new("/")).join("../lib/cofolio/cofolio-guest");
-    match path.is_file() {
-        true => Ok(path),
-        false => {
-            let why = "it is missing; `make build` and `make install` put it there".to_owned();
-            Err(VmError::Guest { path, why })
-        }
-    }
+    let name = "cofolio-guest";
+    let missing = "it is missing; `make build` and `make install` put it there";
+    let failed = |path| VmError::Guest { path, why: missing.to_owned() };
+    beside(name)?.map_or_else(|| Err(failed(place(name)?)), Ok)
 }
 
 #[cfg(test)]

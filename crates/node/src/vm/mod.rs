@@ -13,6 +13,7 @@
 //!   vm.json                   the record (VmRecord), written before anything is started
 //!   pid                       of the VMM, written by it
 //!   qmp, recycle              sockets of its control protocol: for others, and for the recycler
+//!   merge                     socket of the shim in the VMM's process (see `merger`)
 //!   control                   socket of the process that waits: takes messages for the guest
 //!   vmm.log                   what the VMM complains of
 //!   output, output.1          console of a detached one, at most OUTPUT_BYTES_MAX each
@@ -28,6 +29,7 @@ mod error;
 mod image;
 mod initramfs;
 mod kernel;
+pub mod merger;
 mod qemu;
 pub mod qmp;
 mod ram;

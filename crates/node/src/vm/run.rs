@@ -17,7 +17,7 @@ use cofolio_store::Digest;
 use cofolio_store::task::{Cancel, Task};
 
 use super::error::{Result, VmError};
-use super::initramfs::{guest_program, initramfs};
+use super::initramfs::{beside, guest_program, initramfs};
 use super::qemu::{self, Accel, Qemu};
 use super::{Kernel, Machines, VmRecord, image, remove_files};
 use crate::container::bundle::{self, ImageConfig};
@@ -180,6 +180,13 @@ impl Machines<'_> {
             Ok::<_, VmError>(OwnedFd::from(listener))
         });
         let monitors = monitors.into_iter().collect::<Result<Vec<_>>>()?;
+        let shim = match beside("libcofolio_shim.so")? {
+            Some(library) => {
+                let socket = qemu::listen(dir, "merge").at("listening at", dir.join("merge"))?;
+                Some((library, socket.into()))
+            }
+            None => None,
+        };
         let (channel, guests) = UnixStream::pair().at("making", "a socket")?;
         let mut command = Qemu {
             name,
@@ -194,6 +201,7 @@ impl Machines<'_> {
             pid_file: &dir.join("pid"),
             monitors,
             channel: guests.into(),
+            shim,
         }
         .command(vmm)?;
         let failed = |source| VmError::Vmm { path: vmm.to_owned(), source };

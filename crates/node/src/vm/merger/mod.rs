@@ -1,0 +1,351 @@
+//! The merger: pages that guests of a trust domain have in common are in memory once.
+//!
+//! ```text
+//! look    which pages were not written to since the last look (PAGEMAP_SCAN, write-protecting)
+//! hash    those that stayed for a whole period, on several threads
+//! plan    which are the same: longest runs first; their contents go to sealed pools
+//! merge   the shim of each VMM compares again, and maps the pool (crate shim)
+//! ```
+//!
+//! A period lies between two looks. The recycler goes first: what a guest has freed need not be
+//! merged. Nothing crosses trust domains: each has its own pools and its own plan.
+
+mod plan;
+mod pool;
+mod scan;
+mod shim;
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use cofolio_shim::protocol::{PAGE, RUNS_MAX, Run, ZEROS};
+use serde::Serialize;
+
+use self::plan::{Bounds, PlannedRun, Source, plan};
+use self::pool::{POOL_PAGES, Pools};
+use self::scan::{Pages, hash_of};
+use self::shim::Shim;
+use super::{VmStatus, qemu};
+use crate::kernel_text;
+use crate::run_dir::RunDir;
+
+/// Pages that a thread hashes before it takes the next ones.
+const PART_PAGES: usize = 4096;
+/// After an error a guest is left alone for so long.
+const RETRY: Duration = Duration::from_secs(30);
+/// Mappings are left for the VMM itself: a process at its limit can map nothing.
+const MAPPINGS_SHARE: f64 = 0.7;
+
+/// Bounds of merging.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MergePolicy {
+    /// From one look to the next.
+    pub period: Duration,
+    /// Least pages of a run that is worth a mapping.
+    pub run_min: usize,
+    /// Threads that hash and that wait for shims.
+    pub threads: usize,
+}
+
+impl Default for MergePolicy {
+    fn default() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+        Self { period: Duration::from_secs(10), run_min: 4, threads }
+    }
+}
+
+/// Merges pages of the virtual machines of a run directory.
+#[derive(Debug)]
+pub struct Merger {
+    run: RunDir,
+    policy: MergePolicy,
+    /// Where `/proc` is.
+    root: PathBuf,
+    domains: BTreeMap<String, Domain>,
+    /// When guests that failed are tried again.
+    failed: HashMap<String, Instant>,
+    zeros: u64,
+}
+
+#[derive(Debug, Default)]
+struct Domain {
+    pools: Pools,
+    guests: BTreeMap<String, Guest>,
+}
+
+#[derive(Debug)]
+struct Guest {
+    pid: u32,
+    shim: Shim,
+    pages: Pages,
+    merging: Merging,
+}
+
+/// What was merged of a guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Merging {
+    /// Pages that were mapped from a pool.
+    pub pool_pages: u64,
+    /// Pages that were replaced with the kernel's page of zeros.
+    pub zero_pages: u64,
+    /// Pages that had changed meanwhile.
+    pub changed_pages: u64,
+    /// Pages that could not be moved.
+    pub busy_pages: u64,
+    /// Runs that the kernel refused.
+    pub refused_runs: u64,
+}
+
+/// What a pass did.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct MergeReport {
+    /// Pages that were hashed.
+    pub hashed_pages: u64,
+    /// Pages of new pools.
+    pub new_pool_pages: u64,
+    /// Bytes of all pools.
+    pub pool_bytes: u64,
+    /// By name of the guest, since the merger has begun.
+    pub guests: Vec<(String, Merging)>,
+}
+
+impl Merger {
+    /// For the machines of a run directory.
+    pub fn new(run: RunDir, policy: MergePolicy) -> Self {
+        Self {
+            run,
+            policy,
+            root: PathBuf::from("/"),
+            domains: BTreeMap::new(),
+            failed: HashMap::new(),
+            zeros: hash_of(&[0; PAGE]),
+        }
+    }
+
+    /// Its bounds.
+    pub fn policy(&self) -> MergePolicy {
+        self.policy
+    }
+
+    /// One look, and what follows from it. To be called once a period. `log` gets what fails.
+    pub fn pass(&mut self, log: &(dyn Fn(&str) + Sync)) -> MergeReport {
+        self.refresh(log);
+        let mut report = MergeReport::default();
+        let mut failed = Vec::new();
+        for domain in self.domains.values_mut() {
+            match domain.pass(&self.policy, self.zeros, &mut failed) {
+                Ok((hashed, new)) => {
+                    report.hashed_pages += hashed;
+                    report.new_pool_pages += new;
+                }
+                Err(error) => log(&format!("no pool could be made: {error}")),
+            }
+            report.pool_bytes += domain.pools.bytes();
+            report.guests.extend(domain.guests.iter().map(|(name, it)| (name.clone(), it.merging)));
+        }
+        for (name, error) in failed {
+            let guest = self.domains.values_mut().find_map(|domain| domain.guests.remove(&name));
+            // One that has ended is no failure.
+            let proc = self.root.join("proc");
+            if guest.is_some_and(|guest| proc.join(guest.pid.to_string()).exists()) {
+                log(&format!("virtual machine {name} is not merged: {error}"));
+                self.failed.insert(name, Instant::now() + RETRY);
+            }
+        }
+        report
+    }
+
+    /// Begins with new guests, and forgets those that have ended.
+    fn refresh(&mut self, log: &(dyn Fn(&str) + Sync)) {
+        let mut unreadable = Vec::new();
+        let Ok(list) = super::list(&self.run, &mut unreadable) else { return };
+        let living: HashMap<String, VmStatus> = list
+            .into_iter()
+            .filter(|status| status.pid.is_some())
+            .map(|status| (status.record.name.clone(), status))
+            .collect();
+        let pid_of = |name: &str| living.get(name).and_then(|status| status.pid);
+        for domain in self.domains.values_mut() {
+            domain.guests.retain(|name, guest| pid_of(name) == Some(guest.pid));
+            let proc = self.root.join("proc");
+            domain.pools.retain_living(|pid| proc.join(pid.to_string()).exists());
+        }
+        self.domains.retain(|_, domain| !domain.guests.is_empty());
+        let now = Instant::now();
+        self.failed.retain(|name, until| living.contains_key(name) && now < *until);
+        for (name, status) in living {
+            let is_known = self.domains.values().any(|domain| domain.guests.contains_key(&name));
+            if is_known || self.failed.contains_key(&name) {
+                continue;
+            }
+            let dir = self.run.path().join("vms").join(&name);
+            if !dir.join("merge").exists() {
+                continue;
+            }
+            match self.begin(&dir, &status) {
+                Ok(guest) => {
+                    let domain = self.domains.entry(status.record.domain).or_default();
+                    domain.guests.insert(name, guest);
+                }
+                Err(error) => {
+                    log(&format!("virtual machine {name} is not merged: {error}"));
+                    self.failed.insert(name, now + RETRY);
+                }
+            }
+        }
+    }
+
+    fn begin(&self, dir: &std::path::Path, status: &VmStatus) -> io::Result<Guest> {
+        let pid = status.pid.ok_or(io::ErrorKind::NotFound)?;
+        let (shim, hello) = Shim::new(qemu::connect(dir, "merge")?)?;
+        let pages = Pages::new(&self.root.join("proc"), pid, hello.start, hello.len)?;
+        Ok(Guest { pid, shim, pages, merging: Merging::default() })
+    }
+}
+
+impl Domain {
+    /// One pass: pages hashed, and pages of new pools.
+    fn pass(
+        &mut self,
+        policy: &MergePolicy,
+        zeros: u64,
+        failed: &mut Vec<(String, io::Error)>,
+    ) -> io::Result<(u64, u64)> {
+        let hashed = self.look_and_hash(policy, failed);
+        let names: Vec<String> = self.guests.keys().cloned().collect();
+        let hashes: Vec<_> = self.guests.values().map(|guest| guest.pages.hashes()).collect();
+        let bounds = Bounds { run_min: policy.run_min, zeros, pool_pages: POOL_PAGES };
+        let plan = plan(&hashes, &self.pools.slots, self.pools.next_slot(), &bounds);
+        let mut contents = Vec::with_capacity(plan.new.len());
+        let guests: Vec<&Guest> = self.guests.values().collect();
+        for (guest, page, content) in &plan.new {
+            // What has changed meanwhile is as good a content as any: it is compared with it.
+            let page = guests[*guest].pages.read(*page).unwrap_or([0; PAGE]);
+            let hash = hash_of(&page);
+            contents.push((plan::Content { hash, ..*content }, page));
+        }
+        let new = contents.len() as u64;
+        self.pools.add(&contents)?;
+        drop(contents);
+        let pools = Mutex::new(&mut self.pools);
+        let work =
+            Mutex::new(self.guests.values_mut().zip(plan.runs).zip(names).collect::<Vec<_>>());
+        let errors = Mutex::new(failed);
+        std::thread::scope(|scope| {
+            for _ in 0..policy.threads {
+                scope.spawn(|| {
+                    while let Some(((guest, runs), name)) = lock(&work).pop() {
+                        if let Err(error) = guest.merge(&runs, &pools) {
+                            lock(&errors).push((name, error));
+                        }
+                    }
+                });
+            }
+        });
+        Ok((hashed, new))
+    }
+
+    fn look_and_hash(
+        &mut self,
+        policy: &MergePolicy,
+        failed: &mut Vec<(String, io::Error)>,
+    ) -> u64 {
+        let hashed = AtomicU64::new(0);
+        let errors = Mutex::new(Vec::new());
+        let mut parts = Vec::new();
+        for (name, guest) in &mut self.guests {
+            match guest.pages.look() {
+                Ok(()) => parts.extend(guest.pages.parts(PART_PAGES).map(|part| (name, part))),
+                Err(error) => lock(&errors).push((name.clone(), error)),
+            }
+        }
+        let parts = Mutex::new(parts);
+        std::thread::scope(|scope| {
+            for _ in 0..policy.threads {
+                scope.spawn(|| {
+                    while let Some((name, part)) = lock(&parts).pop() {
+                        match part.hash() {
+                            Ok(count) => _ = hashed.fetch_add(count, Relaxed),
+                            Err(error) => lock(&errors).push((name.clone(), error)),
+                        }
+                    }
+                });
+            }
+        });
+        failed.extend(errors.into_inner().unwrap_or_default());
+        hashed.into_inner()
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+impl Guest {
+    /// Merges runs, as many as it may have mappings for.
+    fn merge(&mut self, planned: &[PlannedRun], pools: &Mutex<&mut Pools>) -> io::Result<()> {
+        let mut mappings = self.mappings_left();
+        let mut runs = Vec::new();
+        for PlannedRun { pages, source } in planned {
+            let (pool, pool_page) = match source {
+                Source::Zeros => (ZEROS, 0),
+                Source::Slot(slot) => {
+                    // One for it, and one for what is behind it.
+                    if mappings < 2 {
+                        break;
+                    }
+                    mappings -= 2;
+                    let number = u32::try_from(slot / POOL_PAGES).unwrap_or(u32::MAX);
+                    let mut pools = lock(pools);
+                    let Some(pool) = pools.pools.get_mut(&number) else { continue };
+                    self.shim.give(number, pool.pages, &pool.file)?;
+                    pool.users.insert(self.pid);
+                    (number, u32::try_from(slot % POOL_PAGES).unwrap_or(0))
+                }
+            };
+            let count = u32::try_from(pages.len()).unwrap_or(u32::MAX);
+            runs.push(Run { page: pages.start as u64, pool, pool_page, pages: count, reserved: 0 });
+        }
+        for runs in runs.chunks(RUNS_MAX.min(256)) {
+            let outcomes = self.shim.merge(runs)?;
+            for (run, outcome) in runs.iter().zip(outcomes) {
+                let merged = u64::from(outcome.count());
+                match run.pool {
+                    ZEROS => self.merging.zero_pages += merged,
+                    _ => self.merging.pool_pages += merged,
+                }
+                self.merging.changed_pages += u64::from(outcome.changed);
+                self.merging.busy_pages += u64::from(outcome.busy);
+                self.merging.refused_runs += u64::from(outcome.errno != 0);
+                for number in 0..run.pages as usize {
+                    let page = usize::try_from(run.page).unwrap_or(0) + number;
+                    match outcome.is_merged(number) {
+                        true => self.pages.merged(page),
+                        false => self.pages.is_volatile(page),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How many mappings more the process may get.
+    fn mappings_left(&self) -> u64 {
+        let limit = kernel_text::read("/proc/sys/vm/max_map_count".as_ref()).ok();
+        let limit = limit.and_then(|text| text.trim().parse::<u64>().ok()).unwrap_or(65_530);
+        let maps = format!("/proc/{}/maps", self.pid);
+        let used =
+            kernel_text::read(maps.as_ref()).map_or(limit, |maps| maps.lines().count() as u64);
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a share of it"
+        )]
+        let most = (limit as f64 * MAPPINGS_SHARE) as u64;
+        most.saturating_sub(used)
+    }
+}

@@ -1,0 +1,131 @@
+//! Pools: sealed files in memory with one copy of each content that guests of a trust domain share.
+//!
+//! Nobody can write to a sealed one, root included, so what was compared stays what it was. A pool
+//! cannot lose single pages. So there are many small ones, and each goes when no guest has it.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+
+use cofolio_shim::protocol::PAGE;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+use super::plan::Content;
+
+/// Pages of a pool: 4 MiB.
+pub(super) const POOL_PAGES: u64 = 1024;
+const POOL_LEN: usize = 1024;
+const _: () = assert!(POOL_LEN as u64 == POOL_PAGES);
+
+/// One pool.
+#[derive(Debug)]
+pub(super) struct Pool {
+    /// Open for reading: what guests get.
+    pub(super) file: File,
+    pub(super) pages: u32,
+    /// Processes that have it.
+    pub(super) users: HashSet<u32>,
+}
+
+/// The pools of a trust domain.
+#[derive(Debug, Default)]
+pub(super) struct Pools {
+    /// By number, which is that of the first slot by [`POOL_PAGES`].
+    pub(super) pools: BTreeMap<u32, Pool>,
+    /// Where contents are.
+    pub(super) slots: HashMap<Content, u64>,
+    next: u32,
+}
+
+impl Pools {
+    /// The first slot of the next pool.
+    pub(super) fn next_slot(&self) -> u64 {
+        u64::from(self.next) * POOL_PAGES
+    }
+
+    /// Bytes of all pools.
+    pub(super) fn bytes(&self) -> u64 {
+        self.pools.values().map(|pool| u64::from(pool.pages) * PAGE as u64).sum()
+    }
+
+    /// Makes pools of contents, whose slots begin with [`Pools::next_slot`].
+    pub(super) fn add(&mut self, contents: &[(Content, [u8; PAGE])]) -> io::Result<()> {
+        for contents in contents.chunks(POOL_LEN) {
+            let file = sealed(contents.iter().map(|(_, page)| &page[..]))?;
+            let first = self.next_slot();
+            self.slots.extend(contents.iter().zip(first..).map(|((it, _), slot)| (*it, slot)));
+            let pages = u32::try_from(contents.len()).unwrap_or(u32::MAX);
+            self.pools.insert(self.next, Pool { file, pages, users: HashSet::new() });
+            self.next += 1;
+        }
+        Ok(())
+    }
+
+    /// Drops pools that only processes had that have ended.
+    pub(super) fn retain_living(&mut self, lives: impl Fn(u32) -> bool) {
+        for pool in self.pools.values_mut() {
+            pool.users.retain(|pid| lives(*pid));
+        }
+        let before = self.pools.len();
+        self.pools.retain(|_, pool| !pool.users.is_empty());
+        if self.pools.len() < before {
+            let pools = &self.pools;
+            let number = |slot: u64| u32::try_from(slot / POOL_PAGES).unwrap_or(u32::MAX);
+            self.slots.retain(|_, slot| pools.contains_key(&number(*slot)));
+        }
+    }
+}
+
+/// A file in memory with these pages, which never changes, open for reading.
+fn sealed<'p>(pages: impl Iterator<Item = &'p [u8]>) -> io::Result<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+    let file = File::from(memfd_create("cofolio-pool", flags)?);
+    for (page, number) in pages.zip(0..) {
+        file.write_all_at(page, number * PAGE as u64)?;
+    }
+    fcntl_add_seals(
+        &file,
+        SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL,
+    )?;
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    /// A VMM that was broken into has a pool's descriptor, and runs as root.
+    #[test]
+    fn nobody_writes_to_a_pool() {
+        let mut pools = Pools::default();
+        let content = |hash| Content { hash, copy: 0 };
+        pools.add(&[(content(7), [7; PAGE]), (content(8), [8; PAGE])]).unwrap();
+        let pool = &pools.pools[&0];
+        let path = format!("/proc/self/fd/{}", pool.file.as_raw_fd());
+        assert!(pool.file.write_all_at(b"x", 0).is_err());
+        let again = File::options().read(true).write(true).open(&path).unwrap();
+        assert!(again.write_all_at(b"x", 0).is_err());
+        assert!(again.set_len(0).is_err());
+        let mut page = [0; PAGE];
+        pool.file.read_exact_at(&mut page, PAGE as u64).unwrap();
+        assert_eq!(page, [8; PAGE]);
+    }
+
+    #[test]
+    fn a_pool_goes_with_its_last_user() {
+        let mut pools = Pools::default();
+        let content = |hash| Content { hash, copy: 0 };
+        pools.add(&[(content(1), [1; PAGE])]).unwrap();
+        assert_eq!(pools.next_slot(), POOL_PAGES);
+        pools.add(&[(content(2), [2; PAGE])]).unwrap();
+        pools.pools.get_mut(&0).unwrap().users.insert(10);
+        pools.pools.get_mut(&1).unwrap().users.extend([10, 11]);
+        pools.retain_living(|pid| pid == 11);
+        assert_eq!(pools.slots, [(content(2), POOL_PAGES)].into());
+        assert_eq!(pools.bytes(), PAGE as u64);
+    }
+}

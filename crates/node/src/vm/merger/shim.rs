@@ -1,0 +1,81 @@
+//! The shim in a VMM, from outside.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, IoSlice, Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, Run, kind};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+/// How long a shim may take for an answer. A run takes some milliseconds at most.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// A connection to a shim.
+#[derive(Debug)]
+pub(super) struct Shim {
+    socket: UnixStream,
+    /// Pools that it has.
+    pools: HashSet<u32>,
+}
+
+impl Shim {
+    /// Asks where the guest's memory is.
+    pub(super) fn new(socket: UnixStream) -> io::Result<(Self, Hello)> {
+        socket.set_read_timeout(Some(ANSWER))?;
+        socket.set_write_timeout(Some(ANSWER))?;
+        let mut shim = Self { socket, pools: HashSet::new() };
+        shim.send(Head { kind: kind::HELLO, ..Head::default() }, None)?;
+        let mut hello = [Hello::default()];
+        shim.socket.read_exact(Plain::bytes_mut(&mut hello))?;
+        match hello[0].errno {
+            0 => Ok((shim, hello[0])),
+            errno => Err(error_of(errno)),
+        }
+    }
+
+    /// Gives it a pool, unless it has it.
+    pub(super) fn give(&mut self, number: u32, pages: u32, file: &File) -> io::Result<()> {
+        if self.pools.contains(&number) {
+            return Ok(());
+        }
+        let head = Head { kind: kind::POOL, count: pages, argument: number, reserved: 0 };
+        self.send(head, Some(file))?;
+        let mut errno = [0_u32];
+        self.socket.read_exact(Plain::bytes_mut(&mut errno))?;
+        match errno[0] {
+            0 => _ = self.pools.insert(number),
+            errno => return Err(error_of(errno)),
+        }
+        Ok(())
+    }
+
+    /// Merges runs, at most [`cofolio_shim::protocol::RUNS_MAX`]: what came of each.
+    pub(super) fn merge(&mut self, runs: &[Run]) -> io::Result<Vec<Outcome>> {
+        let count = u32::try_from(runs.len()).unwrap_or(u32::MAX);
+        self.send(Head { kind: kind::MERGE, count, ..Head::default() }, None)?;
+        self.socket.write_all(Plain::bytes(runs))?;
+        let mut outcomes = vec![Outcome::default(); runs.len()];
+        self.socket.read_exact(Plain::bytes_mut(&mut outcomes))?;
+        Ok(outcomes)
+    }
+
+    fn send(&self, head: Head, file: Option<&File>) -> io::Result<()> {
+        let heads = [head];
+        let bytes = [IoSlice::new(Plain::bytes(&heads))];
+        let files = file.map(|file| [file.as_fd()]);
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if let Some(files) = &files {
+            control.push(SendAncillaryMessage::ScmRights(files));
+        }
+        let sent = sendmsg(&self.socket, &bytes, &mut control, SendFlags::NOSIGNAL)?;
+        if sent == size_of::<Head>() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+}
+
+fn error_of(errno: u32) -> io::Error {
+    io::Error::from_raw_os_error(i32::try_from(errno).unwrap_or(0))
+}

@@ -1,0 +1,437 @@
+//! The guest's memory: which of its pages are a pool's, and how they become that.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+
+use crate::protocol::{Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS};
+use crate::uffd::{MISSING, Uffd, WRITE_PROTECT};
+
+/// Tries of a move that the kernel asks to repeat (`EAGAIN`).
+const TRIES_MAX: u32 = 1000;
+
+/// A guest's memory that is prepared for merging.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    start: usize,
+    pages: usize,
+    uffd: Uffd,
+    /// Where pages are compared. Nobody else knows the address.
+    stash: usize,
+    /// A bit for each page: a pool is mapped there.
+    pooled: Vec<u64>,
+    pools: HashMap<u32, Pool>,
+    /// Advice that was given for all of the memory (`MADV_HUGEPAGE`, …), which what is mapped gets too.
+    advice: Vec<i32>,
+}
+
+#[derive(Debug)]
+struct Pool {
+    file: OwnedFd,
+    /// Mapped for reading.
+    start: usize,
+    pages: usize,
+}
+
+/// An address range, mapped anew.
+///
+/// # Safety
+/// With `MAP_FIXED` in `flags`, whatever is at the address goes; no reference may exist to it.
+unsafe fn map(
+    address: usize,
+    len: usize,
+    write: bool,
+    flags: i32,
+    file: Option<(&OwnedFd, usize)>,
+) -> io::Result<usize> {
+    let protection = if write { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+    let (fd, offset) = file.map_or((-1, 0), |(file, offset)| (file.as_raw_fd(), offset));
+    let offset =
+        libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    // SAFETY: the caller's promise.
+    let at = unsafe { libc::mmap(address as *mut _, len, protection, flags, fd, offset) };
+    if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
+}
+
+/// madvise(2) itself: the symbol is ours.
+///
+/// # Safety
+/// As madvise(2): with `MADV_DONTNEED` nobody may rely on what is there.
+pub(crate) unsafe fn advise(address: usize, len: usize, advice: i32) -> i32 {
+    // SAFETY: the caller's promise.
+    let done = unsafe { libc::syscall(libc::SYS_madvise, address, len, advice) };
+    i32::try_from(done).unwrap_or(-1)
+}
+
+const PRIVATE: i32 = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+
+impl Memory {
+    /// Prepares the memory of a guest at an address: until the merger scans, nothing changes for it.
+    pub(crate) fn new(start: usize, len: usize, advice: Vec<i32>) -> io::Result<Self> {
+        let uffd = Uffd::moving()?;
+        let size = RUN_PAGES_MAX * PAGE;
+        // SAFETY: the kernel chooses the address.
+        let stash = unsafe { map(0, size, true, PRIVATE | libc::MAP_ANONYMOUS, None)? };
+        // SAFETY: advice about memory that has no content yet.
+        unsafe { advise(stash, size, libc::MADV_NOHUGEPAGE) };
+        uffd.register(stash, size, MISSING)?;
+        uffd.register(start, len, WRITE_PROTECT)?;
+        let pages = len / PAGE;
+        let pooled = vec![0; pages.div_ceil(64)];
+        Ok(Self { start, pages, uffd, stash, pooled, pools: HashMap::new(), advice })
+    }
+
+    /// Address and bytes.
+    pub(crate) fn place(&self) -> (usize, usize) {
+        (self.start, self.pages * PAGE)
+    }
+
+    /// Keeps a pool. It must be sealed, so that its content is that of the comparison for ever.
+    pub(crate) fn keep_pool(&mut self, number: u32, pages: usize, file: OwnedFd) -> io::Result<()> {
+        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
+        // SAFETY: takes a descriptor and integers.
+        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+        let needed = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
+        // SAFETY: zeros are a value of this struct of integers, which the call fills.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let looked = unsafe { libc::fstat(file.as_raw_fd(), &raw mut stat) };
+        let len = pages.checked_mul(PAGE).ok_or_else(invalid)?;
+        if seals & needed != needed
+            || looked != 0
+            || stat.st_size != libc::off_t::try_from(len).unwrap_or(-1)
+        {
+            return Err(invalid());
+        }
+        // SAFETY: the kernel chooses the address.
+        let start = unsafe { map(0, len, false, libc::MAP_SHARED, Some((&file, 0)))? };
+        if let Some(old) = self.pools.insert(number, Pool { file, start, pages }) {
+            old.unmap();
+        }
+        Ok(())
+    }
+
+    /// Gives a pool up. What is mapped of it in the guest's memory stays.
+    pub(crate) fn forget_pool(&mut self, number: u32) {
+        if let Some(pool) = self.pools.remove(&number) {
+            pool.unmap();
+        }
+    }
+
+    /// Merges a run.
+    pub(crate) fn merge(&mut self, run: &Run) -> Outcome {
+        let mut outcome = Outcome::default();
+        let Some((first, count)) = self.range(run).filter(|range| self.is_free(*range)) else {
+            outcome.errno = libc::EINVAL.unsigned_abs();
+            return outcome;
+        };
+        let pool = match self.pools.get(&run.pool) {
+            Some(pool) if run.pool_page as usize + count <= pool.pages => {
+                Some(pool.start + run.pool_page as usize * PAGE)
+            }
+            _ if run.pool == ZEROS => None,
+            _ => {
+                outcome.errno = libc::EINVAL.unsigned_abs();
+                return outcome;
+            }
+        };
+        let (start, len) = (self.start + first * PAGE, count * PAGE);
+        // From here on whoever touches a page that is not there waits.
+        if let Err(error) = self.uffd.register(start, len, MISSING | WRITE_PROTECT) {
+            // Of several mappings the first ones may be done, and whoever touches those would wait for
+            // ever. Ending it takes them in the same order, and needs no mapping more for them.
+            let _ = self.uffd.unregister(start, len);
+            let _ = self.uffd.register(start, len, WRITE_PROTECT);
+            outcome.errno = error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs();
+            return outcome;
+        }
+        let moved = self.move_aside(start, count);
+        outcome.busy = moved.iter().take(count).filter(|moved| !**moved).count() as u16;
+        let mut equal = [false; RUN_PAGES_MAX];
+        for page in (0..count).filter(|page| moved[*page]) {
+            equal[page] = self.is_equal(page, pool.map(|pool| pool + page * PAGE));
+            outcome.changed += u16::from(!equal[page]);
+        }
+        let mut page = 0;
+        while page < count {
+            let mut end = page + 1;
+            while end < count && (moved[end], equal[end]) == (moved[page], equal[page]) {
+                end += 1;
+            }
+            if moved[page] {
+                let mut back = page..end;
+                if equal[page] {
+                    let (done, error) = self.put(run, first, page..end, pool.is_some());
+                    (page..page + done).for_each(|it| outcome.merged[it / 64] |= 1 << (it % 64));
+                    outcome.errno = error.map_or(outcome.errno, i32::unsigned_abs);
+                    back.start += done;
+                }
+                self.move_back(start, back);
+            }
+            page = end;
+        }
+        // Wakes whoever waits, and ends waiting. What is mapped of a pool has no registration: those
+        // who waited there are woken by address.
+        let _ = self.uffd.wake(start, len);
+        self.watch_again(first, count);
+        // SAFETY: what is left there are copies of pages that are mapped from the pool now.
+        unsafe { advise(self.stash, len, libc::MADV_DONTNEED) };
+        outcome
+    }
+
+    fn range(&self, run: &Run) -> Option<(usize, usize)> {
+        let (first, count) = (usize::try_from(run.page).ok()?, run.pages as usize);
+        let fits = first.checked_add(count).is_some_and(|end| end <= self.pages);
+        (fits && (1..=RUN_PAGES_MAX).contains(&count)).then_some((first, count))
+    }
+
+    /// Whether no page of a range is a pool's: such pages are not anonymous memory, and cannot be moved.
+    fn is_free(&self, (first, count): (usize, usize)) -> bool {
+        !(first..first + count).any(|page| self.is_pooled(page))
+    }
+
+    fn is_pooled(&self, page: usize) -> bool {
+        self.pooled[page / 64] >> (page % 64) & 1 != 0
+    }
+
+    fn set_pooled(&mut self, page: usize, is_pooled: bool) {
+        let bit = 1 << (page % 64);
+        if is_pooled {
+            self.pooled[page / 64] |= bit;
+        } else {
+            self.pooled[page / 64] &= !bit;
+        }
+    }
+
+    /// Moves pages from an address to another, where nothing is: how many it has moved before the first
+    /// that cannot be moved, and why that one cannot.
+    fn move_pages(&self, to: usize, from: usize, count: usize) -> (usize, Option<i32>) {
+        let (mut done, mut step, mut tries) = (0, count, 0);
+        while done < count {
+            let (at, len) = (done * PAGE, step.min(count - done) * PAGE);
+            // SAFETY: nobody has a reference to the guest's memory or to the stash: all of this crate
+            // uses addresses, and QEMU's accesses wait, as those of the guest do.
+            let (bytes, error) = unsafe { self.uffd.move_pages(to + at, from + at, len) };
+            done += bytes / PAGE;
+            match error {
+                None => step = count,
+                Some(libc::EAGAIN) if tries < TRIES_MAX => tries += 1,
+                // The pages are in several mappings: the kernel takes those of one at a time.
+                Some(libc::EINVAL) if len > PAGE => step = (len / PAGE).div_ceil(2),
+                Some(errno) => return (done, Some(errno)),
+            }
+        }
+        (done, None)
+    }
+
+    /// Moves pages of a run to the stash; which were moved. One that is pinned, shared with a child, or
+    /// not there stays.
+    fn move_aside(&self, start: usize, count: usize) -> [bool; RUN_PAGES_MAX] {
+        let mut moved = [false; RUN_PAGES_MAX];
+        let mut page = 0;
+        while page < count {
+            let at = page * PAGE;
+            let (done, stopped) = self.move_pages(self.stash + at, start + at, count - page);
+            moved[page..page + done].fill(true);
+            page += done + usize::from(stopped.is_some());
+        }
+        moved
+    }
+
+    /// Whether a page in the stash is as one of the pool, or zeros.
+    fn is_equal(&self, page: usize, pool: Option<usize>) -> bool {
+        // SAFETY: the page was moved there, so it is mapped, and nobody else can write to it; the pool's
+        // is mapped for reading, and sealed.
+        unsafe {
+            let stash = std::slice::from_raw_parts((self.stash + page * PAGE) as *const u8, PAGE);
+            match pool {
+                Some(pool) => stash == std::slice::from_raw_parts(pool as *const u8, PAGE),
+                None => stash.iter().fold(0, |bits, byte| bits | byte) == 0,
+            }
+        }
+    }
+
+    /// Puts what was compared where pages were: the pool, or zeros. How many pages, and why not all.
+    fn put(
+        &mut self,
+        run: &Run,
+        first: usize,
+        pages: std::ops::Range<usize>,
+        of_pool: bool,
+    ) -> (usize, Option<i32>) {
+        let (start, len) = (self.start + (first + pages.start) * PAGE, pages.len() * PAGE);
+        if !of_pool {
+            let mut done = 0;
+            for _ in 0..TRIES_MAX {
+                let (bytes, error) = self.uffd.zero(start + done, len - done);
+                done += bytes;
+                match error {
+                    Some(libc::EAGAIN) => {}
+                    error => return (done / PAGE, error),
+                }
+            }
+            return (done / PAGE, Some(libc::EAGAIN));
+        }
+        let Some(pool) = self.pools.get(&run.pool) else { return (0, Some(libc::EINVAL)) };
+        let offset = (run.pool_page as usize + pages.start) * PAGE;
+        let flags = PRIVATE | libc::MAP_FIXED;
+        // SAFETY: the addresses are the guest's memory, and nothing is there: the pages are in the stash.
+        if let Err(error) = unsafe { map(start, len, true, flags, Some((&pool.file, offset))) } {
+            return (0, Some(error.raw_os_error().unwrap_or(libc::EIO)));
+        }
+        // SAFETY: advice that changes no content.
+        unsafe { advise(start, len, libc::MADV_DONTFORK) };
+        let count = pages.len();
+        pages.for_each(|page| self.set_pooled(first + page, true));
+        (count, None)
+    }
+
+    /// Moves pages of a run back from the stash. The guest's memory is only whole after that, so it is
+    /// tried until it is done: the place is empty, and the kernel asks for nothing but patience.
+    fn move_back(&self, start: usize, pages: std::ops::Range<usize>) {
+        let mut page = pages.start;
+        while page < pages.end {
+            let at = page * PAGE;
+            let (done, stopped) = self.move_pages(start + at, self.stash + at, pages.end - page);
+            page += done;
+            match stopped {
+                None | Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {}
+                // A guest with a page of zeros where it had data must not go on.
+                Some(errno) => {
+                    eprintln!("cofolio-shim: cannot move a page back: errno {errno}");
+                    std::process::abort();
+                }
+            }
+        }
+    }
+
+    /// Ends waiting for pages of a range that are not a pool's, and has writes to them seen again.
+    fn watch_again(&self, first: usize, count: usize) {
+        let mut page = first;
+        while page < first + count {
+            let mut end = page + 1;
+            let is_pooled = self.is_pooled(page);
+            while end < first + count && self.is_pooled(end) == is_pooled {
+                end += 1;
+            }
+            if !is_pooled {
+                let (start, len) = (self.start + page * PAGE, (end - page) * PAGE);
+                // The mappings have these ends already, so only want of memory can refuse it. A guest
+                // would wait for ever if it was given up.
+                while self.uffd.unregister(start, len).is_err() {
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                }
+                // Without it these pages are not merged any more.
+                let _ = self.uffd.register(start, len, WRITE_PROTECT);
+            }
+            page = end;
+        }
+    }
+
+    /// Makes pool pages that the guest has written to anonymous memory again, with their content.
+    /// Writers wait meanwhile.
+    ///
+    /// What was pinned before would be written to at its old place, so the merger asks for this only
+    /// where the VMM pins nothing.
+    pub(crate) fn convert(&mut self, run: &Run) -> Outcome {
+        let mut outcome = Outcome::default();
+        let range = self.range(run);
+        let pooled = |(first, count): &(usize, usize)| {
+            (*first..first + count).all(|page| self.is_pooled(page))
+        };
+        let Some((first, count)) = range.filter(pooled) else {
+            outcome.errno = libc::EINVAL.unsigned_abs();
+            return outcome;
+        };
+        match self.make_anonymous(first, count) {
+            Ok(()) => {
+                (0..count).for_each(|page| outcome.merged[page / 64] |= 1 << (page % 64));
+            }
+            Err(error) => outcome.errno = error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs(),
+        }
+        outcome
+    }
+
+    fn make_anonymous(&mut self, first: usize, count: usize) -> io::Result<()> {
+        let (start, len) = (self.start + first * PAGE, count * PAGE);
+        let blocking = Uffd::blocking()?;
+        blocking.register(start, len, WRITE_PROTECT)?;
+        blocking.write_protect(start, len)?;
+        // SAFETY: the kernel chooses the address.
+        let copy = unsafe { map(0, len, true, PRIVATE | libc::MAP_ANONYMOUS, None)? };
+        // SAFETY: both are mapped and do not overlap; no writer gets to the guest's pages.
+        unsafe { std::ptr::copy_nonoverlapping(start as *const u8, copy as *mut u8, len) };
+        self.advise_as_before(copy, len);
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: the copy takes the place of the guest's pages in one step, with the same content. Nobody
+        // has a reference to either.
+        let moved =
+            unsafe { libc::mremap(copy as *mut _, len, len, flags, start as *mut libc::c_void) };
+        if moved == libc::MAP_FAILED {
+            let error = io::Error::last_os_error();
+            // SAFETY: nobody knows the copy.
+            unsafe { libc::munmap(copy as *mut _, len) };
+            let _ = blocking.unregister(start, len);
+            return Err(error);
+        }
+        let _ = blocking.wake(start, len);
+        (first..first + count).for_each(|page| self.set_pooled(page, false));
+        self.uffd.register(start, len, WRITE_PROTECT)
+    }
+
+    fn advise_as_before(&self, start: usize, len: usize) {
+        for advice in self.advice.iter().chain(&[libc::MADV_DONTFORK]) {
+            // SAFETY: advice that changes no content: see `preload`.
+            unsafe { advise(start, len, *advice) };
+        }
+    }
+
+    /// Discards what is at an address: pages of a pool become anonymous memory, which is zeros, and of
+    /// the others the kernel forgets the content.
+    ///
+    /// # Safety
+    /// As `MADV_DONTNEED`.
+    pub(crate) unsafe fn discard(&mut self, address: usize, len: usize) -> i32 {
+        let end = address.saturating_add(len);
+        let first = address.saturating_sub(self.start) / PAGE;
+        let last = end.saturating_sub(self.start).div_ceil(PAGE).min(self.pages);
+        let mut page = first;
+        while page < last {
+            if !self.is_pooled(page) {
+                page += 1;
+                continue;
+            }
+            let from = page;
+            while page < last && self.is_pooled(page) {
+                self.set_pooled(page, false);
+                page += 1;
+            }
+            let (start, len) = (self.start + from * PAGE, (page - from) * PAGE);
+            let flags = PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            // SAFETY: the caller does not want what is there, and nobody has a reference to it.
+            if unsafe { map(start, len, true, flags, None) }.is_err() {
+                // At the limit of mappings even this fails. The caller would get the pool's content
+                // where it expects zeros.
+                (from..page).for_each(|page| self.set_pooled(page, true));
+                // SAFETY: the guest's memory is mapped for writing, and its content is not wanted.
+                unsafe { std::ptr::write_bytes(start as *mut u8, 0, len) };
+                continue;
+            }
+            self.advise_as_before(start, len);
+            let _ = self.uffd.register(start, len, WRITE_PROTECT);
+        }
+        if (first..last).any(|page| self.is_pooled(page)) {
+            // Where pool pages had to stay, the zeros must stay as well.
+            return 0;
+        }
+        // SAFETY: the caller's promise.
+        unsafe { advise(address, len, libc::MADV_DONTNEED) }
+    }
+}
+
+impl Pool {
+    fn unmap(self) {
+        // SAFETY: the mapping is this pool's own, and no reference to it outlives a comparison.
+        unsafe { libc::munmap(self.start as *mut _, self.pages * PAGE) };
+    }
+}

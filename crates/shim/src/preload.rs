@@ -1,0 +1,209 @@
+//! What is preloaded: finds the guest's memory, takes discards over, and serves the merger.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::memory::{Memory, advise};
+use crate::protocol::{self, Head, Hello, Outcome, Plain, RUNS_MAX, Run, kind};
+
+static STATE: Mutex<State> = Mutex::new(State::Unknown);
+
+/// What is known of the guest's memory.
+enum State {
+    /// The VMM has not said which it is.
+    Unknown,
+    /// At this address, of this length. No merger has come yet.
+    Found { start: usize, len: usize, advice: Vec<i32> },
+    /// It is merged.
+    Ready(Memory),
+}
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// madvise(2) of the VMM. The guest's memory is where the VMM gives advice about as many bytes as the
+/// guest has.
+///
+/// # Safety
+/// As madvise(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(
+    address: *mut libc::c_void,
+    len: libc::size_t,
+    advice: i32,
+) -> i32 {
+    let start = address as usize;
+    let mut state = state();
+    match &mut *state {
+        State::Unknown => {
+            if memory_len() == Some(len) {
+                *state = State::Found { start, len, advice: Vec::new() };
+                if let Err(error) = serve() {
+                    eprintln!("cofolio-shim: pages are not merged: {error}");
+                }
+                note(&mut state, start, len, advice);
+            }
+        }
+        State::Found { .. } => note(&mut state, start, len, advice),
+        State::Ready(memory) => {
+            if advice == libc::MADV_DONTNEED {
+                // SAFETY: the caller's promise.
+                return unsafe { memory.discard(start, len) };
+            }
+        }
+    }
+    // The lock is held: no page may be merged between the look and the advice.
+    // SAFETY: the caller's promise.
+    unsafe { advise(start, len, advice) }
+}
+
+/// Remembers advice about all of the memory, but for what changes its content.
+fn note(state: &mut State, at: usize, length: usize, advice: i32) {
+    if let State::Found { start, len, advice: all } = state
+        && (at, length) == (*start, *len)
+        && [libc::MADV_HUGEPAGE, libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP].contains(&advice)
+    {
+        all.push(advice);
+    }
+}
+
+fn memory_len() -> Option<usize> {
+    std::env::var(protocol::MEMORY).ok()?.parse().ok()
+}
+
+/// Begins to serve, on a thread without signals: those are the VMM's.
+fn serve() -> io::Result<()> {
+    let fd = std::env::var(protocol::SOCKET).ok().and_then(|fd| fd.parse::<i32>().ok());
+    let fd = fd.ok_or(io::ErrorKind::NotFound)?;
+    // SAFETY: whoever started the VMM opened it for us.
+    let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // SAFETY: zeros are a signal set, which the calls fill; the mask is this thread's.
+    let before = unsafe {
+        let (mut all, mut before) = std::mem::zeroed::<(libc::sigset_t, libc::sigset_t)>();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        before
+    };
+    let thread = std::thread::Builder::new().name("cofolio-shim".to_owned());
+    let spawned = thread.spawn(move || {
+        for mut client in listener.incoming().flatten() {
+            // It may have been killed; the next one begins anew.
+            let _ = answer_all(&mut client);
+        }
+    });
+    // SAFETY: as above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
+    spawned.map(drop)
+}
+
+fn answer_all(client: &mut UnixStream) -> io::Result<()> {
+    loop {
+        let (head, file) = receive(client)?;
+        match head.kind {
+            kind::HELLO => {
+                let hello = hello();
+                client.write_all(Plain::bytes(&[hello]))?;
+            }
+            kind::POOL => {
+                let kept = match (&mut *state(), file) {
+                    (State::Ready(memory), Some(file)) => {
+                        memory.keep_pool(head.argument, head.count as usize, file)
+                    }
+                    _ => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+                };
+                client.write_all(Plain::bytes(&[errno(kept)]))?;
+            }
+            kind::FORGET => {
+                if let State::Ready(memory) = &mut *state() {
+                    memory.forget_pool(head.argument);
+                }
+                client.write_all(Plain::bytes(&[0_u32]))?;
+            }
+            kind::MERGE | kind::CONVERT => {
+                let count = head.count as usize;
+                if count > RUNS_MAX {
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                let mut runs = vec![Run::default(); count];
+                client.read_exact(Plain::bytes_mut(&mut runs))?;
+                let outcomes: Vec<Outcome> = runs.iter().map(|run| one(head.kind, run)).collect();
+                client.write_all(Plain::bytes(&outcomes))?;
+            }
+            _ => return Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+}
+
+/// Merges or converts a run. The lock is free between two: a balloon waits for one run at most.
+fn one(kind: u32, run: &Run) -> Outcome {
+    match &mut *state() {
+        State::Ready(memory) if kind == kind::MERGE => memory.merge(run),
+        State::Ready(memory) => memory.convert(run),
+        _ => Outcome { errno: libc::EINVAL.unsigned_abs(), ..Outcome::default() },
+    }
+}
+
+/// Where the memory is; prepares it for the first merger.
+fn hello() -> Hello {
+    let mut state = state();
+    if let State::Found { start, len, advice } = &mut *state {
+        let (start, len) = (*start, *len);
+        match Memory::new(start, len, std::mem::take(advice)) {
+            Ok(memory) => *state = State::Ready(memory),
+            Err(error) => {
+                let errno = errno(Err(error));
+                return Hello { start: start as u64, len: len as u64, errno, reserved: 0 };
+            }
+        }
+    }
+    match &*state {
+        State::Ready(memory) => {
+            let (start, len) = memory.place();
+            Hello { start: start as u64, len: len as u64, errno: 0, reserved: 0 }
+        }
+        _ => Hello { errno: libc::ENOENT.unsigned_abs(), ..Hello::default() },
+    }
+}
+
+fn errno(result: io::Result<()>) -> u32 {
+    match result {
+        Ok(()) => 0,
+        Err(error) => error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs(),
+    }
+}
+
+/// Receives the beginning of a request, with the descriptor that may come with it.
+fn receive(client: &UnixStream) -> io::Result<(Head, Option<OwnedFd>)> {
+    let mut head = [Head::default()];
+    let bytes = Plain::bytes_mut(&mut head);
+    let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    let mut control = [0_u64; 8];
+    // SAFETY: zeros are a value of this struct of integers and null pointers.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut vector;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&control);
+    let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_WAITALL;
+    // SAFETY: all that `message` points to lives through the call.
+    let received = unsafe { libc::recvmsg(client.as_raw_fd(), &raw mut message, flags) };
+    if received < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has filled `control` as `message` says.
+    let file = unsafe {
+        let first = libc::CMSG_FIRSTHDR(&raw const message);
+        let is_file = !first.is_null()
+            && (*first).cmsg_level == libc::SOL_SOCKET
+            && (*first).cmsg_type == libc::SCM_RIGHTS;
+        is_file.then(|| OwnedFd::from_raw_fd(libc::CMSG_DATA(first).cast::<i32>().read_unaligned()))
+    };
+    if received as usize != size_of::<Head>() {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let [head] = head;
+    Ok((head, file))
+}

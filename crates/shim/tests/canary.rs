@@ -1,0 +1,453 @@
+//! The shim in this process, which stands for a VMM: its memory is a guest's, threads of the test are
+//! vCPUs, and the test is the merger.
+//!
+//! Every word of the memory is known. So a page that is lost, mixed up or taken from another moment is
+//! found, while it is merged under writers, direct I/O and discards.
+
+#![cfg(feature = "preload")]
+#![allow(clippy::unwrap_used, clippy::undocumented_unsafe_blocks, reason = "a test of raw memory")]
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, IntoRawFd as _};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use cofolio_shim::protocol::{self, Head, Hello, Outcome, PAGE, Plain, Run, ZEROS, kind};
+
+const PAGES: usize = 4096;
+const WORDS: usize = PAGE / 8;
+
+/// The guest's memory of this process. There is one: tests take turns.
+struct Guest {
+    start: usize,
+    path: std::path::PathBuf,
+}
+
+fn guest() -> MutexGuard<'static, Guest> {
+    static GUEST: OnceLock<Mutex<Guest>> = OnceLock::new();
+    let make = || {
+        let dir = std::env::temp_dir().join(format!("cofolio-shim-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let path = dir.join("merge");
+        let _ = std::fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        let len = PAGES * PAGE;
+        // As QEMU: a reservation, the memory in it at a multiple of 2 MiB, and advice.
+        let start = unsafe {
+            std::env::set_var(protocol::SOCKET, listener.into_raw_fd().to_string());
+            std::env::set_var(protocol::MEMORY, len.to_string());
+            let none = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let room =
+                libc::mmap(std::ptr::null_mut(), len + (2 << 20), libc::PROT_NONE, none, -1, 0);
+            let start = (room as usize).next_multiple_of(2 << 20);
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let fixed = none | libc::MAP_FIXED | libc::MAP_NORESERVE;
+            assert_ne!(libc::mmap(start as *mut _, len, access, fixed, -1, 0), libc::MAP_FAILED);
+            assert_eq!(libc::madvise(start as *mut _, len, libc::MADV_HUGEPAGE), 0);
+            assert_eq!(libc::madvise(start as *mut _, len, libc::MADV_DONTFORK), 0);
+            start
+        };
+        Mutex::new(Guest { start, path })
+    };
+    GUEST.get_or_init(make).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Guest {
+    fn word(&self, page: usize, word: usize) -> &AtomicU64 {
+        unsafe { &*((self.start + page * PAGE + word * 8) as *const AtomicU64) }
+    }
+
+    /// Fills all pages: the first half in tens that are the same, the last quarter with zeros.
+    fn fill(&self) {
+        unsafe {
+            libc::madvise(self.start as *mut _, PAGES * PAGE, libc::MADV_DONTNEED);
+        }
+        for page in 0..PAGES {
+            for word in 0..WORDS {
+                self.word(page, word).store(content(page, word), Relaxed);
+            }
+        }
+    }
+
+    fn check(&self, but: impl Fn(usize) -> bool) {
+        for page in (0..PAGES).filter(|page| !but(*page)) {
+            for word in 0..WORDS {
+                assert_eq!(
+                    self.word(page, word).load(Relaxed),
+                    content(page, word),
+                    "{page} {word}"
+                );
+            }
+        }
+    }
+
+    fn connect(&self) -> Merger {
+        let mut socket = UnixStream::connect(&self.path).unwrap();
+        socket.write_all(Plain::bytes(&[Head { kind: kind::HELLO, ..Head::default() }])).unwrap();
+        let mut hello = [Hello::default()];
+        socket.read_exact(Plain::bytes_mut(&mut hello)).unwrap();
+        assert_eq!(
+            (hello[0].errno, hello[0].start, hello[0].len),
+            (0, self.start as u64, (PAGES * PAGE) as u64)
+        );
+        Merger { socket }
+    }
+
+    /// How many pages are a file's.
+    fn pooled(&self) -> usize {
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let mut entries = vec![0; PAGES * 8];
+        pagemap.read_exact_at(&mut entries, (self.start / PAGE * 8) as u64).unwrap();
+        let entry = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().unwrap());
+        entries.chunks(8).filter(|it| entry(it) >> 61 & 5 == 5).count()
+    }
+}
+
+/// What is in a word of a page. Pages of the first half are the same in tens.
+fn content(page: usize, word: usize) -> u64 {
+    match page {
+        page if page >= PAGES / 4 * 3 => 0,
+        page if page < PAGES / 2 => {
+            ((page % 10 * WORDS + word) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        }
+        page => ((page * WORDS + word) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+    }
+}
+
+struct Merger {
+    socket: UnixStream,
+}
+
+impl Merger {
+    /// Gives the shim a pool of the ten pages that are the same, many times.
+    fn pool(&mut self, number: u32, sealed: bool) -> u32 {
+        let fd = unsafe { libc::memfd_create(c"cofolio-pool".as_ptr(), libc::MFD_ALLOW_SEALING) };
+        let file = unsafe { File::from_raw_fd(fd) };
+        for page in 0..1000 {
+            let words: Vec<u8> =
+                (0..WORDS).flat_map(|word| content(page, word).to_ne_bytes()).collect();
+            file.write_all_at(&words, (page * PAGE) as u64).unwrap();
+        }
+        if sealed {
+            let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
+            assert_eq!(unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, seals) }, 0);
+        }
+        let read = File::open(format!("/proc/self/fd/{fd}")).unwrap();
+        self.send_file(Head { kind: kind::POOL, count: 1000, argument: number, reserved: 0 }, &read)
+    }
+
+    fn send_file(&mut self, head: Head, file: &File) -> u32 {
+        let heads = [head];
+        let bytes = Plain::bytes(&heads);
+        let mut vector = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
+        let mut control = [0_u64; 4];
+        unsafe {
+            let mut message: libc::msghdr = std::mem::zeroed();
+            message.msg_iov = &raw mut vector;
+            message.msg_iovlen = 1;
+            message.msg_control = control.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(4) as _;
+            let first = libc::CMSG_FIRSTHDR(&raw const message);
+            (*first).cmsg_level = libc::SOL_SOCKET;
+            (*first).cmsg_type = libc::SCM_RIGHTS;
+            (*first).cmsg_len = libc::CMSG_LEN(4) as _;
+            libc::CMSG_DATA(first).cast::<i32>().write_unaligned(file.as_raw_fd());
+            assert!(libc::sendmsg(self.socket.as_raw_fd(), &raw const message, 0) > 0);
+        }
+        let mut errno = [0_u32];
+        self.socket.read_exact(Plain::bytes_mut(&mut errno)).unwrap();
+        errno[0]
+    }
+
+    fn ask(&mut self, kind: u32, runs: &[Run]) -> Vec<Outcome> {
+        let count = u32::try_from(runs.len()).unwrap();
+        self.socket.write_all(Plain::bytes(&[Head { kind, count, ..Head::default() }])).unwrap();
+        self.socket.write_all(Plain::bytes(runs)).unwrap();
+        let mut outcomes = vec![Outcome::default(); runs.len()];
+        self.socket.read_exact(Plain::bytes_mut(&mut outcomes)).unwrap();
+        outcomes
+    }
+}
+
+fn run(page: usize, pool: u32, pool_page: u32, pages: u32) -> Run {
+    Run { page: page as u64, pool, pool_page, pages, reserved: 0 }
+}
+
+/// Runs over all pages that are the same, and all zeros.
+fn all_runs(pool: u32) -> Vec<Run> {
+    let same = (0..PAGES / 2 - 256).step_by(250).map(|page| run(page, pool, page as u32 % 10, 250));
+    let zeros = (PAGES / 4 * 3..PAGES).step_by(256).map(|page| run(page, ZEROS, 0, 256));
+    same.chain(zeros).collect()
+}
+
+fn merged(outcomes: &[Outcome]) -> u32 {
+    outcomes.iter().map(Outcome::count).sum()
+}
+
+#[test]
+fn pages_are_merged_and_broken_by_writes() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(1, true), 0);
+    let outcomes = merger.ask(kind::MERGE, &all_runs(1));
+    assert!(outcomes.iter().all(|outcome| outcome.errno == 0), "{outcomes:?}");
+    let count = merged(&outcomes) as usize;
+    assert!(count >= PAGES / 2 - 256 - 250 + PAGES / 4, "{count} {outcomes:?}");
+    guest.check(|_| false);
+    assert!(guest.pooled() >= 1500, "{}", guest.pooled());
+    // Writes are this guest's alone.
+    for page in (0..1000).step_by(7) {
+        guest.word(page, 3).store(99, Relaxed);
+    }
+    guest.check(|page| page < 1000 && page % 7 == 0);
+    for page in (0..1000).step_by(7) {
+        assert_eq!(guest.word(page, 3).load(Relaxed), 99);
+        guest.word(page, 3).store(content(page, 3), Relaxed);
+    }
+    guest.check(|_| false);
+}
+
+/// A hash that is the same by chance, or a merger that was broken into.
+#[test]
+fn a_merger_that_lies_changes_nothing() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(2, false), libc::EINVAL.unsigned_abs(), "it is not sealed");
+    assert_eq!(merger.pool(2, true), 0);
+    let outcomes = merger.ask(
+        kind::MERGE,
+        &[
+            run(1, 2, 0, 200),
+            run(PAGES / 2, 2, 0, 100),
+            run(PAGES / 2, ZEROS, 0, 100),
+            run(PAGES - 10, ZEROS, 0, 11),
+            run(0, 2, 990, 11),
+            run(0, 77, 0, 1),
+            run(0, 2, 0, 0),
+            run(0, 2, 0, 257),
+            run(usize::MAX / 2, 2, 0, 1),
+        ],
+    );
+    assert_eq!(merged(&outcomes), 0);
+    assert!(outcomes[..3].iter().all(|it| it.errno == 0 && it.changed > 0), "{outcomes:?}");
+    assert!(outcomes[3..].iter().all(|it| it.errno == libc::EINVAL.unsigned_abs()), "{outcomes:?}");
+    guest.check(|_| false);
+    // One page of a run is another one: the others are merged.
+    guest.word(55, 0).store(1, Relaxed);
+    let outcomes = merger.ask(kind::MERGE, &[run(0, 2, 0, 100)]);
+    assert_eq!((merged(&outcomes), outcomes[0].changed), (99, 1));
+    assert!(!outcomes[0].is_merged(55) && outcomes[0].is_merged(54));
+    guest.check(|page| page == 55);
+    assert_eq!(guest.word(55, 0).load(Relaxed), 1);
+}
+
+/// A balloon discards a pool's page that was written to: the kernel alone would bring back the pool's
+/// content where the guest expects zeros.
+#[test]
+fn discarded_pages_are_zeros() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(3, true), 0);
+    merger.ask(kind::MERGE, &all_runs(3));
+    guest.word(20, 5).store(7, Relaxed);
+    let discard = |page: usize, pages: usize| {
+        let at = (guest.start + page * PAGE) as *mut libc::c_void;
+        assert_eq!(unsafe { libc::madvise(at, pages * PAGE, libc::MADV_DONTNEED) }, 0);
+    };
+    discard(10, 100);
+    discard(PAGES / 2 - 5, 10);
+    let is_gone =
+        |page: usize| (10..110).contains(&page) || (PAGES / 2 - 5..PAGES / 2 + 5).contains(&page);
+    for page in (0..PAGES).filter(|page| is_gone(*page)) {
+        assert!((0..WORDS).all(|word| guest.word(page, word).load(Relaxed) == 0), "{page}");
+    }
+    guest.check(is_gone);
+    // They can be merged again, once they have a content.
+    for page in 10..110 {
+        (0..WORDS).for_each(|word| guest.word(page, word).store(content(page, word), Relaxed));
+    }
+    assert_eq!(merged(&merger.ask(kind::MERGE, &[run(10, 3, 0, 100)])), 100);
+    guest.check(|page| (PAGES / 2 - 5..PAGES / 2 + 5).contains(&page));
+}
+
+/// Without it a page that was written to once could never be merged again.
+#[test]
+fn broken_pages_are_converted_and_merged_again() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(4, true), 0);
+    merger.ask(kind::MERGE, &all_runs(4));
+    for page in 100..120 {
+        guest.word(page, 1).store(5, Relaxed);
+        guest.word(page, 1).store(content(page, 1), Relaxed);
+    }
+    let refused = merger.ask(kind::MERGE, &[run(100, 4, 0, 20)]);
+    assert_eq!((merged(&refused), refused[0].errno), (0, libc::EINVAL.unsigned_abs()));
+    assert_eq!(merged(&merger.ask(kind::CONVERT, &[run(100, 0, 0, 20)])), 20);
+    guest.check(|_| false);
+    assert_eq!(merged(&merger.ask(kind::MERGE, &[run(100, 4, 0, 20)])), 20);
+    guest.check(|_| false);
+    assert_eq!(merged(&merger.ask(kind::CONVERT, &[run(PAGES / 2, 0, 0, 20)])), 0);
+}
+
+/// vCPUs write to pages while these are merged, converted and discarded, and see what they wrote.
+#[test]
+fn no_write_is_lost() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(5, true), 0);
+    let (stop, wrong, writes) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let slowest = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..3_usize {
+            let (stop, wrong, writes, slowest, guest) = (&stop, &wrong, &writes, &slowest, &*guest);
+            scope.spawn(move || {
+                let mut state = thread as u64 + 1;
+                while !stop.load(Relaxed) {
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(thread as u64 | 1);
+                    // A word of its own in every page: the others are somebody else's.
+                    let page = (state >> 33) as usize % (PAGES / 2);
+                    let word = guest.word(page, 10 + thread);
+                    let before = content(page, 10 + thread);
+                    let began = Instant::now();
+                    let found = word.swap(state, SeqCst);
+                    let took = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+                    slowest.fetch_max(took, Relaxed);
+                    let kept = word.swap(before, SeqCst);
+                    if found != before || kept != state || word.load(SeqCst) != before {
+                        wrong.fetch_add(1, Relaxed);
+                    }
+                    writes.fetch_add(1, Relaxed);
+                }
+            });
+        }
+        let began = Instant::now();
+        let mut all = 0;
+        while began.elapsed() < Duration::from_secs(4) {
+            all += merged(&merger.ask(kind::MERGE, &all_runs(5)));
+            let broken: Vec<_> =
+                (0..PAGES / 2 - 256).step_by(250).map(|page| run(page, 0, 0, 250)).collect();
+            merger.ask(kind::CONVERT, &broken);
+        }
+        stop.store(true, SeqCst);
+        assert!(all > 10_000, "{all} pages");
+        println!("   {all} pages merged");
+    });
+    assert_eq!(wrong.load(SeqCst), 0, "of {} writes", writes.load(SeqCst));
+    println!("   {} writes, the slowest took {} us", writes.load(SeqCst), slowest.load(SeqCst));
+    guest.check(|_| false);
+}
+
+/// A device, or the kernel for it, writes to pages that it has pinned. A merge that took such a page away
+/// would lose what it writes.
+#[test]
+fn direct_io_into_pages_is_never_lost() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(6, true), 0);
+    // A file with another content for each page, read past the page cache into the guest's memory.
+    let path = guest.path.with_file_name("disk");
+    let mut file = File::create(&path).unwrap();
+    for page in 0..256_u64 {
+        file.write_all(&(page + 1).to_ne_bytes().repeat(WORDS)).unwrap();
+    }
+    drop(file);
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path);
+    let Ok(direct) = direct else {
+        println!(
+            "SKIP direct_io_into_pages_is_never_lost: no direct I/O where temporary files are"
+        );
+        return;
+    };
+    let (stop, reads) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let (stop, reads, guest, direct) = (&stop, &reads, &*guest, &direct);
+        scope.spawn(move || {
+            let mut state = 1_u64;
+            while !stop.load(Relaxed) {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let (page, block) = ((state >> 33) as usize % 1000, (state >> 45) as usize % 256);
+                let at = (guest.start + page * PAGE) as *mut libc::c_void;
+                let offset = (block * PAGE) as libc::off_t;
+                assert_eq!(
+                    unsafe { libc::pread(direct.as_raw_fd(), at, PAGE, offset) },
+                    PAGE as isize
+                );
+                for word in [0, 200, WORDS - 1] {
+                    assert_eq!(guest.word(page, word).load(SeqCst), block as u64 + 1);
+                }
+                // Equal to the pool's again, so that it is merged.
+                (0..WORDS)
+                    .for_each(|word| guest.word(page, word).store(content(page, word), SeqCst));
+                reads.fetch_add(1, Relaxed);
+            }
+        });
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(3) {
+            let runs: Vec<_> = (0..1000).step_by(100).map(|page| run(page, 6, 0, 100)).collect();
+            merger.ask(kind::MERGE, &runs);
+            // As a balloon does with all of them, now and then: else no page is merged a second time.
+            merger.ask(
+                kind::CONVERT,
+                &runs.iter().map(|it| Run { pages: 1, ..*it }).collect::<Vec<_>>(),
+            );
+        }
+        stop.store(true, SeqCst);
+    });
+    assert!(reads.load(SeqCst) > 100);
+    guest.check(|_| false);
+}
+
+/// At the limit of mappings every mmap of a process fails. Nothing may be lost then.
+#[test]
+fn nothing_is_lost_at_the_limit_of_mappings() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(7, true), 0);
+    // Mappings that the kernel cannot join.
+    let mut taken = Vec::new();
+    loop {
+        let access = if taken.len() % 2 == 0 { libc::PROT_READ } else { libc::PROT_NONE };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, access, flags, -1, 0) };
+        if at == libc::MAP_FAILED {
+            break;
+        }
+        taken.push(at);
+    }
+    let outcomes = merger.ask(
+        kind::MERGE,
+        &(0..2000).step_by(20).map(|page| run(page, 7, 0, 10)).collect::<Vec<_>>(),
+    );
+    assert!(outcomes.iter().any(|it| it.errno == libc::ENOMEM.unsigned_abs()), "{:?}", outcomes[0]);
+    // With a few left, some succeed.
+    for at in taken.drain(..20) {
+        unsafe { libc::munmap(at, PAGE) };
+    }
+    merger.ask(
+        kind::MERGE,
+        &(0..2000).step_by(20).map(|page| run(page, 7, 0, 10)).collect::<Vec<_>>(),
+    );
+    let at = guest.start as *mut libc::c_void;
+    let discarded = unsafe { libc::madvise(at, 15 * PAGE, libc::MADV_DONTNEED) };
+    for at in taken {
+        unsafe { libc::munmap(at, PAGE) };
+    }
+    assert_eq!(discarded, 0);
+    assert!((0..15).all(|page| guest.word(page, 0).load(Relaxed) == 0));
+    guest.check(|page| page < 15);
+}
