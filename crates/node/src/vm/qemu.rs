@@ -98,12 +98,16 @@ impl Qemu<'_> {
         command.args(["-name", &format!("{},debug-threads=on", self.name)]);
         command.arg("-pidfile").arg(self.pid_file);
         match self.accel {
-            Accel::Kvm => command.args(["-machine", "pc,accel=kvm,mem-merge=off", "-cpu", "host"]),
-            // Of QEMU 7.2's emulator guests were seen to hang with HPET, and cmpxchg16b to leave
-            // garbage in the flags.
+            Accel::Kvm => {
+                command.args(["-accel", "kvm", "-machine", "pc,mem-merge=off", "-cpu", "host"])
+            }
+            // With HPET guests of QEMU 7.2's emulator were seen to hang, and cmpxchg16b to leave garbage
+            // in the flags. It would keep up to 1 GiB of translated code.
             Accel::Tcg => command.args([
+                "-accel",
+                "tcg,tb-size=64",
                 "-machine",
-                "pc,accel=tcg,hpet=off,mem-merge=off",
+                "pc,hpet=off,mem-merge=off",
                 "-cpu",
                 "max,cx16=off",
             ]),
