@@ -11,6 +11,7 @@ mod goals;
 mod measure;
 mod median;
 mod memory;
+mod merge;
 mod namespace;
 mod place;
 mod read;
@@ -57,12 +58,15 @@ enum Command {
     Churn(churn::Args),
     UsageLists(usage_lists::Args),
     DaemonMemory(daemon_memory::Args),
+    Merge(merge::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Reader(reader::Args),
     /// The process of a container of `density`
     #[command(hide = true)]
     DensityWorker(density::worker::Args),
+    #[command(hide = true)]
+    MergeWorker(merge::worker::Args),
 }
 
 fn main() -> ExitCode {
@@ -116,6 +120,11 @@ fn run(command: Command) -> Outcome {
             needs_root("daemon-memory", "it mounts and makes memory cgroups")?;
             daemon_memory::run(&args)
         }
+        Command::Merge(args) => {
+            needs_root("merge", "it sets KSM and reads the memory of processes")?;
+            merge::run(&args)
+        }
+        Command::MergeWorker(args) => merge::worker::run(&args).map(|()| Exit::Ok),
         Command::DensityWorker(args) => density::worker::run(&args).map(|()| Exit::Ok),
         Command::Reader(args) => reader::run(&args).map(|()| Exit::Ok),
     }

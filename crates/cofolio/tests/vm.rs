@@ -291,13 +291,26 @@ fn the_daemon_merges_what_guests_have_in_common() {
         kib >> 10
     };
     let config = host.path("config.toml");
-    fs::write(&config, "[vm]\nmerge_seconds = 1\n").unwrap();
     let socket = host.text("daemon.sock");
-    let args = ["--config", config.to_str().unwrap(), "serve", "--socket", &socket];
+    let text = format!("[daemon]\nsocket = '{socket}'\n[vm]\nmerge_seconds = 1\n");
+    fs::write(&config, text).unwrap();
+    let args = ["--config", config.to_str().unwrap(), "serve"];
     let _daemon = Killed::start(host.command(&args).stdout(Stdio::null()).stderr(Stdio::null()));
     until("both have their pages in pools", || {
         host.guests().iter().all(|guest| pooled(guest) >= 25).then_some(())
     });
+    // The daemon says so, too.
+    let top = ["--config", config.to_str().unwrap(), "vm", "top"];
+    until("the daemon has taken account of it", || {
+        let report = host.run(&[&top[..], &["--json"]].concat()).json();
+        let machines = report["machines"].as_array().unwrap();
+        let is_merged = |it: &Value| it["merged_bytes"].as_u64().unwrap() >= 25 << 20;
+        let pools = report["pool_bytes"].as_u64().unwrap();
+        let is_told = machines.len() == 2 && machines.iter().all(is_merged);
+        (is_told && (25 << 20..60 << 20).contains(&pools)).then_some(())
+    });
+    let shown = host.run(&top);
+    assert!(shown.ok().contains("merged into"), "{}", shown.stdout);
     for name in ["one", "two"] {
         let guest = host.run(&["vm", "ps", "--json"]).json();
         let guest = guest.as_array().unwrap().iter().find(|it| it["name"] == name).unwrap().clone();

@@ -155,6 +155,7 @@ impl Api {
                 Ok(json_reply(StatusCode::OK, &answer))
             }
             Route::Report => encoded(self.published.report()).await,
+            Route::Machines => Ok(json_reply(StatusCode::OK, &*self.published.machines())),
             Route::History => {
                 let value = json!({
                     "interval_seconds": 60,
@@ -258,6 +259,7 @@ impl Api {
 enum Route<'p> {
     Version,
     Report,
+    Machines,
     Sample,
     Reclaim,
     History,
@@ -282,6 +284,7 @@ impl<'p> Route<'p> {
         Some(match parts[..] {
             ["v1", "version"] => Self::Version,
             ["v1", "report"] => Self::Report,
+            ["v1", "machines"] => Self::Machines,
             ["v1", "sample"] => Self::Sample,
             ["v1", "reclaim"] => Self::Reclaim,
             ["v1", "history"] => Self::History,

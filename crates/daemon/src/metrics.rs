@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cofolio_node::ledger::{DomainAccount, ImageAccount, Report};
+use cofolio_node::vm::account::{VmAccount, VmReport};
+use cofolio_node::vm::recycler::LATENCY_MS;
 use hyper::StatusCode;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -24,6 +26,8 @@ use crate::upkeep::Done;
 const IMAGES_MAX: usize = 50;
 /// Trust domains with figures of their own.
 const DOMAINS_MAX: usize = 50;
+/// Virtual machines with figures of their own.
+const MACHINES_MAX: usize = 500;
 
 /// Counters of the daemon; all else is read from the last report.
 #[derive(Debug)]
@@ -47,8 +51,15 @@ impl Metrics {
         let upkeep = *self.upkeep.lock().unwrap_or_else(PoisonError::into_inner);
         let period = published.period_seconds().try_into().unwrap_or(i64::MAX);
         let (report, costs) = (published.report(), published.costs());
-        let figures =
-            Figures { report, costs, ledger_time: published.ledger_time(), upkeep, period };
+        let machines = published.machines();
+        let figures = Figures {
+            report,
+            costs,
+            ledger_time: published.ledger_time(),
+            upkeep,
+            period,
+            machines,
+        };
         registry.register_collector(Box::new(figures));
         let mut text = String::new();
         // Writing to a string does not fail.
@@ -64,6 +75,7 @@ struct Figures {
     ledger_time: Duration,
     upkeep: Done,
     period: i64,
+    machines: Arc<VmReport>,
 }
 
 /// Name, help, and the figure of an account.
@@ -81,6 +93,19 @@ const DOMAINS: [Column<DomainAccount, Option<u64>>; 7] = [
     ("stored", "Size of all objects", |it| Some(it.bytes)),
 ];
 
+const MACHINES: [Column<VmAccount, u64>; 8] = [
+    ("vm_used", "Private pages that a guest's kernel and programs use", |it| it.used_bytes),
+    ("vm_cache", "Private pages of files in a guest's cache", |it| it.cache_bytes),
+    ("vm_unreturned", "Private pages that a guest has free and the host holds", |it| {
+        it.unreturned_bytes
+    }),
+    ("vm_merged", "Pages of a guest that pools have", |it| it.merged_bytes),
+    ("vm_zero", "Pages of zeros of a guest, which the host does not hold", |it| it.zero_bytes),
+    ("vm_image", "Pages of its image that a guest has touched", |it| it.image_bytes),
+    ("vm_emulator", "Private pages of a guest's VMM", |it| it.emulator_bytes),
+    ("vm_memory", "Memory that a guest has", |it| it.memory_bytes),
+];
+
 const IMAGES: [Column<ImageAccount, u64>; 3] = [
     ("image_resident", "Objects of an image in the page cache", |it| it.resident_bytes),
     ("image_private", "Objects of an image in the page cache that no other image names", |it| {
@@ -95,6 +120,7 @@ impl Collector for Figures {
         self.sizes(&mut encoder)?;
         self.counts(&mut encoder)?;
         self.times(&mut encoder)?;
+        self.machines(&mut encoder)?;
         self.counters(&mut encoder)
     }
 }
@@ -206,6 +232,31 @@ impl Figures {
             single(encoder, name, help, Some(&Unit::Seconds), &ConstGauge::new(value))?;
         }
         Ok(())
+    }
+
+    /// Of virtual machines.
+    fn machines(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let report = &self.machines;
+        let machines = &report.machines[..report.machines.len().min(MACHINES_MAX)];
+        for (name, help, figure) in MACHINES {
+            let rows = machines.iter().map(|it| ([("machine", it.name.as_str())], figure(it)));
+            family(encoder, name, help, rows)?;
+        }
+        let pools = ConstGauge::new(report.pool_bytes);
+        let help = "Pools with pages that virtual machines have in common";
+        single(encoder, "vm_pool", help, Some(&Unit::Bytes), &pools)?;
+        let returned = ConstCounter::new(report.returned_bytes);
+        let help = "Free memory of virtual machines that pulses have returned";
+        single(encoder, "vm_returned", help, Some(&Unit::Bytes), &returned)?;
+        let help = "Freed bytes of virtual machines that were returned within so many seconds";
+        let bounds = LATENCY_MS.iter().map(|ms| (*ms as f64 / 1000.0).to_string());
+        let mut sum = 0;
+        let rows = bounds.chain(["+Inf".to_owned()]).zip(&report.latency_bytes);
+        let rows = rows.map(|(bound, bytes)| {
+            sum += bytes;
+            ([("le", bound)], sum)
+        });
+        family(encoder, "vm_returned_within", help, rows)
     }
 
     fn counters(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {

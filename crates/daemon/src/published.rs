@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use cofolio_node::ledger::{DomainAccount, Report};
+use cofolio_node::vm::account::VmReport;
 use hyper::body::Bytes;
 use serde::Serialize;
 
@@ -55,6 +56,7 @@ pub(crate) struct Published {
     period: AtomicU64,
     /// Processor time of the ledger's thread so far, in nanoseconds.
     ledger_time: AtomicU64,
+    machines: RwLock<Arc<VmReport>>,
 }
 
 /// What the daemon itself takes.
@@ -71,6 +73,15 @@ pub(crate) struct Costs {
 impl Published {
     pub(crate) fn report(&self) -> Arc<Encoded> {
         Arc::clone(&self.report.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The last account of virtual machines.
+    pub(crate) fn machines(&self) -> Arc<VmReport> {
+        Arc::clone(&self.machines.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn set_machines(&self, report: VmReport) {
+        *self.machines.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(report);
     }
 
     pub(crate) fn history(&self) -> Vec<Point> {

@@ -24,7 +24,7 @@ use tokio::task::JoinHandle;
 
 use crate::api::{Api, ENCODERS_MAX, Turns};
 use crate::auth::{Auth, AuthFiles, ReloadableAuth};
-use crate::guests;
+use crate::guests::Guests;
 use crate::http::{self, ConnectionLimits, Peer};
 use crate::listen::{self, ListenError, Listener, SocketFile};
 use crate::metrics::Metrics;
@@ -129,6 +129,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
     let metrics = Metrics::new(Arc::clone(&done));
     let lists = Turns::default();
     let id = store.id().to_owned();
+    let accounts = Arc::clone(&published);
     let api = Api { published, questions: questions.clone(), metrics, store: id, lists };
     let auth = ReloadableAuth::new(auth);
     let (api, auth, refused) = (Arc::new(api), Arc::new(auth), Refused::default());
@@ -140,13 +141,18 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
         let _watched = watched();
         upkeep::run(work, &store, &options.run, &settings, &done, &cancel, log);
     };
+    let guests = Guests::default();
     let recycle = || {
         let _watched = watched();
-        guests::recycle(&options.run, &settings, &cancel, log);
+        guests.recycle(&options.run, &settings, &cancel, log);
     };
     let merge = || {
         let _watched = watched();
-        guests::merge(&options.run, &settings, &cancel, log);
+        guests.merge(&options.run, &settings, &cancel, log);
+    };
+    let account = || {
+        let _watched = watched();
+        guests.account(&options.run, &accounts, &cancel);
     };
     std::thread::scope(|scope| {
         let stop_threads = || {
@@ -168,6 +174,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
             .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
             .and_then(|_| thread("recycler").spawn_scoped(scope, recycle))
             .and_then(|_| thread("merger").spawn_scoped(scope, merge))
+            .and_then(|_| thread("machines").spawn_scoped(scope, account))
             .map_err(DaemonError::Start)?;
         let reload = || server.reload(&settings, reload);
         let served = server.run(sockets, Arc::clone(&broken), &reload, &stop_threads);

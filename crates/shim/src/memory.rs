@@ -396,6 +396,7 @@ impl Memory {
         let first = address.saturating_sub(self.start) / PAGE;
         let last = end.saturating_sub(self.start).div_ceil(PAGE).min(self.pages);
         let mut page = first;
+        let mut is_refused = false;
         while page < last {
             if !self.is_pooled(page) {
                 page += 1;
@@ -403,29 +404,33 @@ impl Memory {
             }
             let from = page;
             while page < last && self.is_pooled(page) {
-                self.set_pooled(page, false);
                 page += 1;
             }
             let (start, len) = (self.start + from * PAGE, (page - from) * PAGE);
             let flags = PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
             // SAFETY: the caller does not want what is there, and nobody has a reference to it.
             if unsafe { map(start, len, true, flags, None) }.is_err() {
-                // At the limit of mappings even this fails. The caller would get the pool's content
-                // where it expects zeros.
-                (from..page).for_each(|page| self.set_pooled(page, true));
+                // At the limit of mappings even this fails. They stay a pool's, and become zeros by hand.
                 // SAFETY: the guest's memory is mapped for writing, and its content is not wanted.
                 unsafe { std::ptr::write_bytes(start as *mut u8, 0, len) };
+                is_refused = true;
                 continue;
             }
+            (from..page).for_each(|page| self.set_pooled(page, false));
             self.advise_as_before(start, len);
             let _ = self.uffd.register(start, len, WRITE_PROTECT);
         }
-        if (first..last).any(|page| self.is_pooled(page)) {
-            // Where pool pages had to stay, the zeros must stay as well.
-            return 0;
+        if !is_refused {
+            // SAFETY: the caller's promise.
+            return unsafe { advise(address, len, libc::MADV_DONTNEED) };
         }
-        // SAFETY: the caller's promise.
-        unsafe { advise(address, len, libc::MADV_DONTNEED) }
+        // What is still a pool's would come back with the pool's content.
+        let mut failed = 0;
+        for page in (first..last).filter(|page| !self.is_pooled(*page)) {
+            // SAFETY: the caller's promise.
+            failed |= unsafe { advise(self.start + page * PAGE, PAGE, libc::MADV_DONTNEED) };
+        }
+        failed
     }
 }
 

@@ -21,3 +21,74 @@ pub fn return_large_blocks() {
         libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_MAPPING_BYTES);
     }
 }
+
+/// Private memory as a VMM maps a guest's: at a multiple of 2 MiB, and with advice that says which it
+/// is. Threads of this process and of others may read and write it at any time, so it is words that are
+/// accessed atomically.
+#[derive(Debug)]
+pub struct GuestMemory {
+    start: std::ptr::NonNull<std::sync::atomic::AtomicU64>,
+    bytes: usize,
+}
+
+// SAFETY: it is plain memory of the process, and all access is atomic.
+unsafe impl Send for GuestMemory {}
+// SAFETY: as above.
+unsafe impl Sync for GuestMemory {}
+
+impl GuestMemory {
+    const ALIGN: usize = 2 << 20;
+
+    /// So many bytes of zeros, a multiple of the page size.
+    /// Errors: those of mmap(2).
+    pub fn new(bytes: usize) -> std::io::Result<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: the kernel chooses the address.
+        let room = unsafe {
+            libc::mmap(std::ptr::null_mut(), bytes + Self::ALIGN, libc::PROT_NONE, flags, -1, 0)
+        };
+        if room == libc::MAP_FAILED {
+            return Err(std::io::Error::last_os_error());
+        }
+        let at = room.map_addr(|address| address.next_multiple_of(Self::ALIGN));
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the address is within the room, which nobody else knows.
+        let at = unsafe { libc::mmap(at, bytes, access, flags | libc::MAP_FIXED, -1, 0) };
+        let start = std::ptr::NonNull::new(at.cast()).filter(|_| at != libc::MAP_FAILED);
+        let start = start.ok_or_else(std::io::Error::last_os_error)?;
+        let memory = Self { start, bytes };
+        memory.advise(libc::MADV_DONTFORK)?;
+        Ok(memory)
+    }
+
+    /// Lets the kernel merge its pages (KSM).
+    /// Errors: those of madvise(2).
+    pub fn let_merge(&self) -> std::io::Result<()> {
+        self.advise(libc::MADV_MERGEABLE)
+    }
+
+    /// Keeps huge pages out of it.
+    /// Errors: those of madvise(2).
+    pub fn without_huge_pages(&self) -> std::io::Result<()> {
+        self.advise(libc::MADV_NOHUGEPAGE)
+    }
+
+    fn advise(&self, advice: libc::c_int) -> std::io::Result<()> {
+        // SAFETY: none of the advice above changes content.
+        let done = unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) };
+        if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    }
+
+    /// Its words.
+    pub fn words(&self) -> &[std::sync::atomic::AtomicU64] {
+        // SAFETY: the memory is mapped as long as this lives, and zeros are words.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes / 8) }
+    }
+}
+
+impl Drop for GuestMemory {
+    fn drop(&mut self) {
+        // SAFETY: nobody has a reference to it any more. What is around it stays mapped, without access.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, UsedImage};
+use cofolio_node::vm::account::{VmAccount, VmReport};
+use cofolio_node::vm::recycler::Recycling;
 use serde_json::Value;
 
 use crate::common::daemon::Daemon;
@@ -151,6 +153,16 @@ fn the_api_is_as_documented() {
         assert_documented(&doc, &format!("### `GET /v1/{heading}`"), &found);
     }
     assert_documented(&doc, "### `GET /v1/report`", &schema_of([&report]));
+    // There is no virtual machine: with one the answer has these fields.
+    let refused = Recycling { refusal: Some("locked".to_owned()), ..Recycling::default() };
+    let machine = |recycling| VmAccount { recycling, ..VmAccount::default() };
+    let machines = serde_json::to_value(VmReport {
+        machines: vec![machine(refused), machine(Recycling::default())],
+        latency_bytes: vec![0; 13],
+        ..VmReport::default()
+    });
+    let found = schema_of([&machines.unwrap(), &daemon.json("/v1/machines")]);
+    assert_documented(&doc, "### `GET /v1/machines`", &found);
     let mut asked = Vec::new();
     let mut answers = Vec::new();
     for target in [

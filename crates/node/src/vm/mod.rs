@@ -25,6 +25,7 @@
 //! removes what is left. If it is killed the VMM goes on; [`Machines::reconcile`] removes what is
 //! left after its end. A VMM lives as long as somebody has the lock: it inherits it.
 
+pub mod account;
 mod error;
 mod image;
 mod initramfs;

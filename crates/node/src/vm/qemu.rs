@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cofolio_guest::CHANNEL_PORT;
-use cofolio_shim::protocol;
 use serde::{Deserialize, Serialize};
 
 use super::error::{Result, VmError};
@@ -63,8 +62,6 @@ pub(super) struct Qemu<'q> {
     pub(super) monitors: Vec<OwnedFd>,
     /// The guest's end of the channel.
     pub(super) channel: OwnedFd,
-    /// The shim that merges pages, and a listening socket for it.
-    pub(super) shim: Option<(PathBuf, OwnedFd)>,
 }
 
 /// The program of QEMU for this machine's processor.
@@ -147,12 +144,6 @@ impl Qemu<'_> {
             let socket = format!("socket,id=monitor{number},fd={fd},server=on,wait=off");
             let monitor = format!("chardev=monitor{number},mode=control");
             command.args(["-chardev", &socket, "-mon", &monitor]);
-        }
-        if let Some((library, socket)) = self.shim {
-            command.env("LD_PRELOAD", library);
-            command.env(protocol::SOCKET, socket.as_raw_fd().to_string());
-            command.env(protocol::MEMORY, self.memory_bytes.to_string());
-            cofolio_sys::process::inherit(&mut command, socket);
         }
         cofolio_sys::process::inherit(&mut command, self.channel);
         for monitor in self.monitors {

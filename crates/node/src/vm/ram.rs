@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use cofolio_sys::pagemap::{Query, Region, category, scan};
 
@@ -15,6 +15,8 @@ const ALIGN: u64 = 2 << 20;
 /// A guest's memory in a process.
 #[derive(Debug)]
 pub(super) struct Ram {
+    /// Of the process, in `/proc`.
+    dir: PathBuf,
     pagemap: File,
     addresses: Range<u64>,
 }
@@ -32,7 +34,7 @@ impl Ram {
             let what = format!("process {pid} has no private mapping of {bytes} bytes");
             io::Error::new(io::ErrorKind::NotFound, what)
         })?;
-        Ok(Self { pagemap: File::open(dir.join("pagemap"))?, addresses })
+        Ok(Self { pagemap: File::open(dir.join("pagemap"))?, dir, addresses })
     }
 
     /// How many bytes of it the host holds, and how many of these a file has (which were merged).
@@ -58,6 +60,39 @@ impl Ram {
     }
 }
 
+impl Ram {
+    /// How many bytes of it are as in the pools of merged pages: what is mapped of pools and was not
+    /// written to since. The guest need not have touched it.
+    ///
+    /// # Errors
+    /// Those of reading `/proc/PID/maps` and of [`scan`].
+    pub(super) fn merged(&self) -> io::Result<u64> {
+        let maps = kernel_text::read(&self.dir.join("maps"))?;
+        let pools = maps.lines().filter_map(mapping).filter(|it| is_pool(it.name));
+        // A page that was written to is the process's own.
+        let query = Query { mask: category::PRESENT, inverted: category::FILE, ..Query::default() };
+        let mut bytes = 0;
+        for pool in pools.filter(|it| self.addresses.contains(&it.addresses.start)) {
+            bytes += pool.addresses.end - pool.addresses.start;
+            let count = |region: Region| bytes -= region.end - region.start;
+            scan(&self.pagemap, pool.addresses, query, count)?;
+        }
+        Ok(bytes)
+    }
+
+    /// How many bytes of it are the kernel's page of zeros.
+    ///
+    /// # Errors
+    /// Those of [`scan`].
+    pub(super) fn zeros(&self) -> io::Result<u64> {
+        let query = Query { mask: category::PRESENT | category::ZERO, ..Query::default() };
+        let mut bytes = 0;
+        let count = |region: Region| bytes += region.end - region.start;
+        scan(&self.pagemap, self.addresses.clone(), query, count)?;
+        Ok(bytes)
+    }
+}
+
 /// What the host holds of a guest's memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Resident {
@@ -67,25 +102,38 @@ pub(super) struct Resident {
     pub(super) of_files: u64,
 }
 
+/// A line of `/proc/PID/maps`.
+pub(super) struct Mapping<'l> {
+    pub(super) addresses: Range<u64>,
+    pub(super) access: &'l str,
+    /// Empty for anonymous memory.
+    pub(super) name: &'l str,
+}
+
+pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
+    let mut words = line.split_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let address = |text| u64::from_str_radix(text, 16).ok();
+    let addresses = address(start)?..address(end)?;
+    Some(Mapping { addresses, access: words.next()?, name: words.nth(3).unwrap_or_default() })
+}
+
+fn is_pool(name: &str) -> bool {
+    name.starts_with("/memfd:cofolio-pool")
+}
+
 /// The addresses of a guest's memory: the largest part of the address space that is readable,
 /// writable and private without a hole, and holds that much from a multiple of 2 MiB on. Other
 /// mappings can follow at once, and merged pages are mappings of their own.
 fn find_in(maps: &str, bytes: u64) -> Option<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
-    for line in maps.lines() {
-        let mut words = line.split_whitespace();
-        let (Some(range), Some(access)) = (words.next(), words.next()) else { continue };
-        let name = words.nth(3).unwrap_or_default();
-        let Some((start, end)) = range.split_once('-') else { continue };
-        let address = |text| u64::from_str_radix(text, 16);
-        let (Ok(start), Ok(end)) = (address(start), address(end)) else { continue };
-        let is_pool = name.starts_with("/memfd:cofolio-pool");
-        if !access.starts_with("rw-p") || !(name.is_empty() || is_pool) {
+    for Mapping { addresses, access, name } in maps.lines().filter_map(mapping) {
+        if !access.starts_with("rw-p") || !(name.is_empty() || is_pool(name)) {
             continue;
         }
-        match runs.last_mut().filter(|last| last.end == start) {
-            Some(last) => last.end = end,
-            None => runs.push(start..end),
+        match runs.last_mut().filter(|last| last.end == addresses.start) {
+            Some(last) => last.end = addresses.end,
+            None => runs.push(addresses),
         }
     }
     let ram = |run: &Range<u64>| {

@@ -19,7 +19,7 @@ use cofolio_store::task::{Cancel, Task};
 use super::error::{Result, VmError};
 use super::initramfs::{beside, guest_program, initramfs};
 use super::qemu::{self, Accel, Qemu};
-use super::{Kernel, Machines, VmRecord, image, remove_files};
+use super::{Kernel, Machines, VmRecord, image, merger, remove_files};
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
 use crate::mount::At as _;
@@ -180,13 +180,6 @@ impl Machines<'_> {
             Ok::<_, VmError>(OwnedFd::from(listener))
         });
         let monitors = monitors.into_iter().collect::<Result<Vec<_>>>()?;
-        let shim = match beside("libcofolio_shim.so")? {
-            Some(library) => {
-                let socket = qemu::listen(dir, "merge").at("listening at", dir.join("merge"))?;
-                Some((library, socket.into()))
-            }
-            None => None,
-        };
         let (channel, guests) = UnixStream::pair().at("making", "a socket")?;
         let mut command = Qemu {
             name,
@@ -201,10 +194,12 @@ impl Machines<'_> {
             pid_file: &dir.join("pid"),
             monitors,
             channel: guests.into(),
-            shim,
         }
         .command(vmm)?;
         let failed = |source| VmError::Vmm { path: vmm.to_owned(), source };
+        if let Some(library) = beside("libcofolio_shim.so")? {
+            merger::preload(&mut command, &library, dir, request.memory_bytes).map_err(failed)?;
+        }
         let file = Streams::File { path: dir.join("output"), bytes_max: OUTPUT_BYTES_MAX };
         let copies = streams.unwrap_or(&file).connect(&mut command).map_err(failed)?;
         let log = dir.join("vmm.log");
@@ -247,7 +242,7 @@ impl Machines<'_> {
 /// Words for the kernel. What a pulse of the balloon takes, `init_on_alloc` would touch again; pages
 /// are reported to the host one by one.
 fn words(_request: &Request) -> String {
-    "console=hvc0 quiet panic=-1 init_on_alloc=0 page_reporting.page_reporting_order=0".to_owned()
+    "console=hvc0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce page_reporting.page_reporting_order=0".to_owned()
 }
 
 /// Tells the guest what to start, and waits until it has. Returns what the guest says from then on.

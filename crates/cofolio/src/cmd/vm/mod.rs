@@ -1,6 +1,7 @@
 mod list;
 mod run;
 mod stop;
+mod top;
 
 use clap::Subcommand;
 use cofolio_node::vm::Machines;
@@ -27,6 +28,7 @@ enum Action {
     Run(run::Args),
     Ps(list::Args),
     Stop(stop::Args),
+    Top(top::Args),
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
@@ -34,6 +36,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         Action::Run(args) => run::run(args, context),
         Action::Ps(args) => list::run(args, context).map(Exit::into),
         Action::Stop(args) => stop::run(args, context).map(Exit::into),
+        Action::Top(args) => top::run(args, context).map(Exit::into),
     }
 }
 

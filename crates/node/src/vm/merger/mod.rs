@@ -17,19 +17,22 @@ mod shim;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::path::PathBuf;
+use std::num::NonZeroU64;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use cofolio_shim::protocol::{PAGE, RUNS_MAX, Run, ZEROS};
-use serde::Serialize;
+use cofolio_shim::protocol::{self, PAGE, RUNS_MAX, Run, ZEROS};
+use serde::{Deserialize, Serialize};
 
 use self::plan::{Bounds, PlannedRun, Source, plan};
 use self::pool::{POOL_PAGES, Pools};
 use self::scan::{Pages, hash_of};
 use self::shim::Shim;
-use super::{VmStatus, qemu};
+use super::{VmRecord, VmStatus, qemu};
 use crate::kernel_text;
 use crate::run_dir::RunDir;
 
@@ -58,17 +61,60 @@ impl Default for MergePolicy {
     }
 }
 
-/// Merges pages of the virtual machines of a run directory.
+/// A guest whose pages may be merged with those of others of its trust domain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Target {
+    /// Its name.
+    pub name: String,
+    /// Trust domain.
+    pub domain: String,
+    /// Process of the VMM.
+    pub pid: u32,
+    /// Directory of the socket `merge` of the shim in it.
+    pub dir: PathBuf,
+}
+
+/// The virtual machines of a run directory that can be merged.
+pub fn targets(run: &RunDir) -> Vec<Target> {
+    let mut unreadable = Vec::new();
+    let list = super::list(run, &mut unreadable).unwrap_or_default();
+    let target = |status: VmStatus| {
+        let VmRecord { name, domain, .. } = status.record;
+        let dir = run.path().join("vms").join(&name);
+        dir.join("merge").exists().then_some(Target { pid: status.pid?, name, domain, dir })
+    };
+    list.into_iter().filter_map(target).collect()
+}
+
+/// Preloads the shim into a VMM that is about to be started, with a socket `merge` in a directory.
+/// `memory_bytes` is the guest's memory, by which the shim finds it.
+///
+/// # Errors
+/// Those of listening.
+pub fn preload(
+    command: &mut Command,
+    library: &Path,
+    dir: &Path,
+    memory_bytes: u64,
+) -> io::Result<()> {
+    let socket = OwnedFd::from(qemu::listen(dir, "merge")?);
+    command.env("LD_PRELOAD", library);
+    command.env(protocol::SOCKET, socket.as_raw_fd().to_string());
+    command.env(protocol::MEMORY, memory_bytes.to_string());
+    cofolio_sys::process::inherit(command, socket);
+    Ok(())
+}
+
+/// Merges pages of guests.
 #[derive(Debug)]
 pub struct Merger {
-    run: RunDir,
     policy: MergePolicy,
     /// Where `/proc` is.
     root: PathBuf,
     domains: BTreeMap<String, Domain>,
     /// When guests that failed are tried again.
     failed: HashMap<String, Instant>,
-    zeros: u64,
+    zeros: NonZeroU64,
 }
 
 #[derive(Debug, Default)]
@@ -86,7 +132,7 @@ struct Guest {
 }
 
 /// What was merged of a guest.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Merging {
     /// Pages that were mapped from a pool.
     pub pool_pages: u64,
@@ -101,7 +147,7 @@ pub struct Merging {
 }
 
 /// What a pass did.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MergeReport {
     /// Pages that were hashed.
     pub hashed_pages: u64,
@@ -110,14 +156,13 @@ pub struct MergeReport {
     /// Bytes of all pools.
     pub pool_bytes: u64,
     /// By name of the guest, since the merger has begun.
-    pub guests: Vec<(String, Merging)>,
+    pub guests: HashMap<String, Merging>,
 }
 
 impl Merger {
-    /// For the machines of a run directory.
-    pub fn new(run: RunDir, policy: MergePolicy) -> Self {
+    /// With nothing merged yet.
+    pub fn new(policy: MergePolicy) -> Self {
         Self {
-            run,
             policy,
             root: PathBuf::from("/"),
             domains: BTreeMap::new(),
@@ -131,9 +176,10 @@ impl Merger {
         self.policy
     }
 
-    /// One look, and what follows from it. To be called once a period. `log` gets what fails.
-    pub fn pass(&mut self, log: &(dyn Fn(&str) + Sync)) -> MergeReport {
-        self.refresh(log);
+    /// One look at the guests that live now, and what follows from it. To be called once a period.
+    /// `log` gets what fails.
+    pub fn pass(&mut self, targets: Vec<Target>, log: &(dyn Fn(&str) + Sync)) -> MergeReport {
+        self.refresh(targets, log);
         let mut report = MergeReport::default();
         let mut failed = Vec::new();
         for domain in self.domains.values_mut() {
@@ -160,50 +206,32 @@ impl Merger {
     }
 
     /// Begins with new guests, and forgets those that have ended.
-    fn refresh(&mut self, log: &(dyn Fn(&str) + Sync)) {
-        let mut unreadable = Vec::new();
-        let Ok(list) = super::list(&self.run, &mut unreadable) else { return };
-        let living: HashMap<String, VmStatus> = list
-            .into_iter()
-            .filter(|status| status.pid.is_some())
-            .map(|status| (status.record.name.clone(), status))
-            .collect();
-        let pid_of = |name: &str| living.get(name).and_then(|status| status.pid);
+    fn refresh(&mut self, targets: Vec<Target>, log: &(dyn Fn(&str) + Sync)) {
+        let proc = self.root.join("proc");
+        let pids: HashMap<&str, u32> = targets.iter().map(|it| (&*it.name, it.pid)).collect();
         for domain in self.domains.values_mut() {
-            domain.guests.retain(|name, guest| pid_of(name) == Some(guest.pid));
-            let proc = self.root.join("proc");
+            domain.guests.retain(|name, guest| pids.get(&**name) == Some(&guest.pid));
             domain.pools.retain_living(|pid| proc.join(pid.to_string()).exists());
         }
         self.domains.retain(|_, domain| !domain.guests.is_empty());
         let now = Instant::now();
-        self.failed.retain(|name, until| living.contains_key(name) && now < *until);
-        for (name, status) in living {
-            let is_known = self.domains.values().any(|domain| domain.guests.contains_key(&name));
-            if is_known || self.failed.contains_key(&name) {
+        self.failed.retain(|name, until| pids.contains_key(&**name) && now < *until);
+        for target in targets {
+            let knows = |domain: &Domain| domain.guests.contains_key(&target.name);
+            if self.domains.values().any(knows) || self.failed.contains_key(&target.name) {
                 continue;
             }
-            let dir = self.run.path().join("vms").join(&name);
-            if !dir.join("merge").exists() {
-                continue;
-            }
-            match self.begin(&dir, &status) {
+            match Guest::begin(&proc, &target) {
                 Ok(guest) => {
-                    let domain = self.domains.entry(status.record.domain).or_default();
-                    domain.guests.insert(name, guest);
+                    let domain = self.domains.entry(target.domain).or_default();
+                    domain.guests.insert(target.name, guest);
                 }
                 Err(error) => {
-                    log(&format!("virtual machine {name} is not merged: {error}"));
-                    self.failed.insert(name, now + RETRY);
+                    log(&format!("virtual machine {} is not merged: {error}", target.name));
+                    self.failed.insert(target.name, now + RETRY);
                 }
             }
         }
-    }
-
-    fn begin(&self, dir: &std::path::Path, status: &VmStatus) -> io::Result<Guest> {
-        let pid = status.pid.ok_or(io::ErrorKind::NotFound)?;
-        let (shim, hello) = Shim::new(qemu::connect(dir, "merge")?)?;
-        let pages = Pages::new(&self.root.join("proc"), pid, hello.start, hello.len)?;
-        Ok(Guest { pid, shim, pages, merging: Merging::default() })
     }
 }
 
@@ -212,7 +240,7 @@ impl Domain {
     fn pass(
         &mut self,
         policy: &MergePolicy,
-        zeros: u64,
+        zeros: NonZeroU64,
         failed: &mut Vec<(String, io::Error)>,
     ) -> io::Result<(u64, u64)> {
         let hashed = self.look_and_hash(policy, failed);
@@ -220,17 +248,14 @@ impl Domain {
         let hashes: Vec<_> = self.guests.values().map(|guest| guest.pages.hashes()).collect();
         let bounds = Bounds { run_min: policy.run_min, zeros, pool_pages: POOL_PAGES };
         let plan = plan(&hashes, &self.pools.slots, self.pools.next_slot(), &bounds);
-        let mut contents = Vec::with_capacity(plan.new.len());
         let guests: Vec<&Guest> = self.guests.values().collect();
-        for (guest, page, content) in &plan.new {
-            // What has changed meanwhile is as good a content as any: it is compared with it.
-            let page = guests[*guest].pages.read(*page).unwrap_or([0; PAGE]);
-            let hash = hash_of(&page);
-            contents.push((plan::Content { hash, ..*content }, page));
-        }
-        let new = contents.len() as u64;
-        self.pools.add(&contents)?;
-        drop(contents);
+        let copies: Vec<u8> = plan.new.iter().map(|(_, _, content)| content.copy).collect();
+        let read = |number: usize| {
+            let (guest, page, _) = plan.new[number];
+            guests[guest].pages.read(page).unwrap_or([0; PAGE])
+        };
+        self.pools.add(&copies, read)?;
+        let new = copies.len() as u64;
         let pools = Mutex::new(&mut self.pools);
         let work =
             Mutex::new(self.guests.values_mut().zip(plan.runs).zip(names).collect::<Vec<_>>());
@@ -286,6 +311,12 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Guest {
+    fn begin(proc: &Path, target: &Target) -> io::Result<Self> {
+        let (shim, hello) = Shim::new(qemu::connect(&target.dir, "merge")?)?;
+        let pages = Pages::new(proc, target.pid, hello.start, hello.len)?;
+        Ok(Self { pid: target.pid, shim, pages, merging: Merging::default() })
+    }
+
     /// Merges runs, as many as it may have mappings for.
     fn merge(&mut self, planned: &[PlannedRun], pools: &Mutex<&mut Pools>) -> io::Result<()> {
         let mut mappings = self.mappings_left();

@@ -12,6 +12,7 @@
 //! behind the other lie there so as well, up to [`COPIES`]: otherwise each would be a run.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::ops::Range;
 
 use cofolio_shim::protocol::RUN_PAGES_MAX;
@@ -19,13 +20,14 @@ use cofolio_shim::protocol::RUN_PAGES_MAX;
 /// Of the same content one behind the other a pool has up to so many copies.
 pub(super) const COPIES: u8 = 64;
 
-/// A page's content: none if it must not be merged now.
-pub(super) type Hash = Option<u64>;
+/// The hash of a page's content: none if it must not be merged now. There is one for each page of each
+/// guest, in eight bytes.
+pub(super) type Hash = Option<NonZeroU64>;
 
 /// A content, and which of several equal ones in a row it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Content {
-    pub(super) hash: u64,
+    pub(super) hash: NonZeroU64,
     pub(super) copy: u8,
 }
 
@@ -60,7 +62,7 @@ pub(super) struct Bounds {
     /// Least pages of a run in a pool.
     pub(super) run_min: usize,
     /// The hash of a page of zeros.
-    pub(super) zeros: u64,
+    pub(super) zeros: NonZeroU64,
     /// Pages of a pool; no run goes beyond one.
     pub(super) pool_pages: u64,
 }
@@ -199,12 +201,19 @@ fn cut(
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
     use super::*;
 
-    const BOUNDS: Bounds = Bounds { run_min: 4, zeros: 0, pool_pages: 1024 };
+    const ZEROS: NonZeroU64 = NonZeroU64::new(1 << 60).unwrap();
+    const BOUNDS: Bounds = Bounds { run_min: 4, zeros: ZEROS, pool_pages: 1024 };
 
     fn hashes(numbers: impl IntoIterator<Item = i64>) -> Vec<Hash> {
-        numbers.into_iter().map(|number| u64::try_from(number).ok()).collect()
+        let hash = |number: i64| match number {
+            0 => Some(ZEROS),
+            number => u64::try_from(number).ok().and_then(NonZeroU64::new),
+        };
+        numbers.into_iter().map(hash).collect()
     }
 
     fn run(pages: Range<usize>, source: Source) -> PlannedRun {
@@ -247,7 +256,9 @@ mod tests {
     #[test]
     fn known_contents_are_used_and_no_run_crosses_a_pool() {
         let a = hashes((1000..1010).collect::<Vec<_>>());
-        let known = (0..10).map(|n| (Content { hash: 1000 + n, copy: 0 }, 1019 + n)).collect();
+        let known = (0..10)
+            .map(|n| (Content { hash: NonZeroU64::new(1000 + n).unwrap(), copy: 0 }, 1019 + n))
+            .collect();
         let plan = plan(&[&a], &known, 2048, &BOUNDS);
         assert_eq!(plan.new, []);
         assert_eq!(plan.runs[0], [run(0..5, Source::Slot(1019)), run(5..10, Source::Slot(1024))]);

@@ -13,6 +13,7 @@ use cofolio_shim::protocol::PAGE;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::plan::Content;
+use super::scan::hash_of;
 
 /// Pages of a pool: 4 MiB.
 pub(super) const POOL_PAGES: u64 = 1024;
@@ -50,13 +51,27 @@ impl Pools {
         self.pools.values().map(|pool| u64::from(pool.pages) * PAGE as u64).sum()
     }
 
-    /// Makes pools of contents, whose slots begin with [`Pools::next_slot`].
-    pub(super) fn add(&mut self, contents: &[(Content, [u8; PAGE])]) -> io::Result<()> {
-        for contents in contents.chunks(POOL_LEN) {
-            let file = sealed(contents.iter().map(|(_, page)| &page[..]))?;
+    /// Makes pools of new contents, whose slots begin with [`Pools::next_slot`]: `copies` says which of
+    /// several equal ones each is, and `read` gives its page. Only one pool is in this process's memory.
+    pub(super) fn add(
+        &mut self,
+        copies: &[u8],
+        mut read: impl FnMut(usize) -> [u8; PAGE],
+    ) -> io::Result<()> {
+        let mut number = 0;
+        for copies in copies.chunks(POOL_LEN) {
             let first = self.next_slot();
-            self.slots.extend(contents.iter().zip(first..).map(|((it, _), slot)| (*it, slot)));
-            let pages = u32::try_from(contents.len()).unwrap_or(u32::MAX);
+            let mut pages = Vec::with_capacity(copies.len() * PAGE);
+            for (copy, slot) in copies.iter().zip(first..) {
+                // What has changed since it was hashed is as good a content as any other.
+                let page = read(number);
+                let content = Content { hash: hash_of(&page), copy: *copy };
+                self.slots.insert(content, slot);
+                pages.extend_from_slice(&page);
+                number += 1;
+            }
+            let file = sealed(&pages)?;
+            let pages = u32::try_from(copies.len()).unwrap_or(u32::MAX);
             self.pools.insert(self.next, Pool { file, pages, users: HashSet::new() });
             self.next += 1;
         }
@@ -79,16 +94,12 @@ impl Pools {
 }
 
 /// A file in memory with these pages, which never changes, open for reading.
-fn sealed<'p>(pages: impl Iterator<Item = &'p [u8]>) -> io::Result<File> {
+fn sealed(pages: &[u8]) -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
     let file = File::from(memfd_create("cofolio-pool", flags)?);
-    for (page, number) in pages.zip(0..) {
-        file.write_all_at(page, number * PAGE as u64)?;
-    }
-    fcntl_add_seals(
-        &file,
-        SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL,
-    )?;
+    file.write_all_at(pages, 0)?;
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL;
+    fcntl_add_seals(&file, seals)?;
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
@@ -102,8 +113,7 @@ mod tests {
     #[test]
     fn nobody_writes_to_a_pool() {
         let mut pools = Pools::default();
-        let content = |hash| Content { hash, copy: 0 };
-        pools.add(&[(content(7), [7; PAGE]), (content(8), [8; PAGE])]).unwrap();
+        pools.add(&[0, 0], |number| [[7; PAGE], [8; PAGE]][number]).unwrap();
         let pool = &pools.pools[&0];
         let path = format!("/proc/self/fd/{}", pool.file.as_raw_fd());
         assert!(pool.file.write_all_at(b"x", 0).is_err());
@@ -118,14 +128,14 @@ mod tests {
     #[test]
     fn a_pool_goes_with_its_last_user() {
         let mut pools = Pools::default();
-        let content = |hash| Content { hash, copy: 0 };
-        pools.add(&[(content(1), [1; PAGE])]).unwrap();
+        pools.add(&[0], |_| [1; PAGE]).unwrap();
         assert_eq!(pools.next_slot(), POOL_PAGES);
-        pools.add(&[(content(2), [2; PAGE])]).unwrap();
+        pools.add(&[3], |_| [2; PAGE]).unwrap();
         pools.pools.get_mut(&0).unwrap().users.insert(10);
         pools.pools.get_mut(&1).unwrap().users.extend([10, 11]);
         pools.retain_living(|pid| pid == 11);
-        assert_eq!(pools.slots, [(content(2), POOL_PAGES)].into());
+        let content = Content { hash: hash_of(&[2; PAGE]), copy: 3 };
+        assert_eq!(pools.slots, [(content, POOL_PAGES)].into());
         assert_eq!(pools.bytes(), PAGE as u64);
     }
 }

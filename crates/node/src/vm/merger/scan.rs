@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -12,14 +13,16 @@ use twox_hash::XxHash3_64;
 
 use super::plan::Hash;
 
+/// The age of a page that cannot be merged: it is not there, or is merged.
+const NEVER: i8 = i8::MIN;
 /// A page that was changed when it was to be merged is left alone for so many looks.
 const VOLATILE: i8 = -8;
 /// Pages that are read at once.
 const READ_PAGES: usize = 64;
 
 /// The hash of a page.
-pub(super) fn hash_of(page: &[u8]) -> u64 {
-    XxHash3_64::oneshot(page)
+pub(super) fn hash_of(page: &[u8]) -> NonZeroU64 {
+    NonZeroU64::new(XxHash3_64::oneshot(page)).unwrap_or(NonZeroU64::MIN)
 }
 
 /// The pages of one guest.
@@ -28,8 +31,8 @@ pub(super) struct Pages {
     pagemap: File,
     memory: File,
     start: u64,
-    /// Looks since a page was written to; below 0 it is left alone; `None` if it cannot be merged.
-    ages: Vec<Option<i8>>,
+    /// Looks since a page was written to; below 0 it is left alone for as many; or [`NEVER`].
+    ages: Vec<i8>,
     hashes: Vec<Hash>,
 }
 
@@ -42,7 +45,7 @@ impl Pages {
             pagemap: File::open(dir.join("pagemap"))?,
             memory: File::open(dir.join("mem"))?,
             start,
-            ages: vec![None; count],
+            ages: vec![NEVER; count],
             hashes: vec![None; count],
         })
     }
@@ -59,8 +62,8 @@ impl Pages {
         let end = self.start + (self.ages.len() * PAGE) as u64;
         let (mut next, start) = (0, self.start);
         let (ages, hashes) = (&mut self.ages, &mut self.hashes);
-        let forget = |pages: Range<usize>, ages: &mut [Option<i8>], hashes: &mut [Hash]| {
-            ages[pages.clone()].fill(None);
+        let forget = |pages: Range<usize>, ages: &mut [i8], hashes: &mut [Hash]| {
+            ages[pages.clone()].fill(NEVER);
             hashes[pages].fill(None);
         };
         let page = |address: u64| usize::try_from((address - start) / PAGE as u64).unwrap_or(0);
@@ -69,11 +72,12 @@ impl Pages {
             forget(next..first, ages, hashes);
             let was_written = region.categories & category::WRITTEN != 0;
             for page in first..last {
-                ages[page] = Some(match ages[page] {
-                    Some(age) if age < 0 => age + 1,
-                    Some(age) if !was_written => age.saturating_add(1),
+                ages[page] = match ages[page] {
+                    NEVER => 0,
+                    age if age < 0 => age + 1,
+                    age if !was_written => age.saturating_add(1),
                     _ => 0,
-                });
+                };
                 if was_written {
                     hashes[page] = None;
                 }
@@ -109,12 +113,12 @@ impl Pages {
 
     /// These pages are merged.
     pub(super) fn merged(&mut self, page: usize) {
-        (self.ages[page], self.hashes[page]) = (None, None);
+        (self.ages[page], self.hashes[page]) = (NEVER, None);
     }
 
     /// This page was not as it had been.
     pub(super) fn is_volatile(&mut self, page: usize) {
-        (self.ages[page], self.hashes[page]) = (Some(VOLATILE), None);
+        (self.ages[page], self.hashes[page]) = (VOLATILE, None);
     }
 }
 
@@ -123,7 +127,7 @@ impl Pages {
 pub(super) struct Part<'p> {
     memory: &'p File,
     start: u64,
-    ages: &'p [Option<i8>],
+    ages: &'p [i8],
     hashes: &'p mut [Hash],
 }
 
@@ -134,7 +138,7 @@ impl Part<'_> {
         let (mut page, mut hashed) = (0, 0);
         while page < self.ages.len() {
             let due = self.ages.iter().zip(&*self.hashes).skip(page).take(READ_PAGES);
-            let count = due.take_while(|(age, hash)| *age >= &Some(1) && hash.is_none()).count();
+            let count = due.take_while(|(age, hash)| **age >= 1 && hash.is_none()).count();
             if count == 0 {
                 page += 1;
                 continue;

@@ -12,6 +12,8 @@ use crate::vm::qmp::Qmp;
 pub(super) struct GuestMemory {
     /// Free bytes.
     pub(super) free: u64,
+    /// Bytes of files in its caches.
+    pub(super) caches: u64,
     /// How often it swapped in or read again what it had dropped.
     pub(super) stalls: u64,
 }
@@ -96,8 +98,11 @@ impl Balloon for QemuBalloon {
         if said["last-update"].as_i64().is_none_or(|at| at == 0) {
             return Ok(None);
         }
-        Ok(figure("stat-free-memory")
-            .map(|free| GuestMemory { free, stalls: figure("stat-swap-in").unwrap_or(0) }))
+        Ok(figure("stat-free-memory").map(|free| GuestMemory {
+            free,
+            caches: figure("stat-disk-caches").unwrap_or(0),
+            stalls: figure("stat-swap-in").unwrap_or(0),
+        }))
     }
 
     fn actual(&mut self) -> io::Result<u64> {

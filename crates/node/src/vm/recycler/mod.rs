@@ -24,7 +24,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use self::balloon::{Balloon, QemuBalloon};
 use self::controller::{Controller, Pressure, Sample};
@@ -66,11 +66,13 @@ pub struct Recycler {
 }
 
 /// What the recycler does with a guest.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recycling {
     /// Free bytes, as the guest said last.
     pub free_bytes: u64,
-    /// Of these, what the host still holds, at least.
+    /// Bytes of files in its caches, as the guest said last.
+    pub cache_bytes: u64,
+    /// Of the free ones, what the host still holds, at least.
     pub unreturned_bytes: u64,
     /// Pulses so far.
     pub pulses: u64,
@@ -79,15 +81,14 @@ pub struct Recycling {
     /// Bytes that pulses have returned.
     pub returned_bytes: u64,
     /// Why nothing is done, if so.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub refusal: Option<String>,
 }
 
 /// All guests together.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default)]
 pub struct RecyclerReport {
     /// By name.
-    pub guests: Vec<(String, Recycling)>,
+    pub guests: HashMap<String, Recycling>,
     /// Bytes that pulses have returned, also those of machines that have ended.
     pub returned_bytes: u64,
     /// Bytes by how long they waited for their return: the classes of [`LATENCY_MS`].
@@ -200,8 +201,7 @@ impl Recycler {
             returned += guest.recycling.returned_bytes;
         }
         let guests = self.guests.iter().map(|(name, it)| (name.clone(), it.recycling.clone()));
-        let mut guests: Vec<_> = guests.collect();
-        guests.sort_by(|a, b| a.0.cmp(&b.0));
+        let guests = guests.collect();
         let latency_bytes = latencies.bytes.to_vec();
         RecyclerReport { guests, returned_bytes: returned, latency_bytes }
     }
@@ -349,6 +349,7 @@ impl Guest {
         let resident = if unreturned > 0 { self.private(proc)? } else { estimated };
         let bytes = self.controller.sample(sample(resident), pressure);
         self.recycling.free_bytes = guest.free;
+        self.recycling.cache_bytes = guest.caches;
         self.recycling.unreturned_bytes = self.controller.unreturned(&sample(resident));
         let Some(bytes) = bytes.filter(|_| self.recycling.refusal.is_none()) else {
             return Ok(());

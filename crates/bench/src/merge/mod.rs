@@ -1,0 +1,415 @@
+//! `cofolio-bench merge`: how fast duplicate pages are merged, what that costs, and what writers notice:
+//! the merger with its shim against KSM, on the same memory in the same run.
+
+pub(crate) mod worker;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use cofolio_cli::exit::{Exit, Fail};
+use cofolio_node::vm::merger::{MergePolicy, Merger, Target};
+use serde::Serialize;
+
+use crate::Outcome;
+use crate::goals::Goals;
+use crate::report;
+use worker::Said;
+
+/// Share of the pages that can be saved, at which an engine is done.
+const DONE: f64 = 0.95;
+/// An engine that is not done after so long is not going to be.
+const ENGINE_MAX: Duration = Duration::from_secs(60);
+/// An engine goes on at least for so long, so that enough is written to what it has merged.
+const ENGINE_MIN: Duration = Duration::from_secs(5);
+/// From one look of a merger that has done its work to the next.
+const PERIOD: Duration = Duration::from_secs(1);
+/// From one look at what was merged to the next.
+const LOOK: Duration = Duration::from_millis(20);
+const KSM: &str = "/sys/kernel/mm/ksm";
+const PAGE: u64 = 4096;
+/// Goals against KSM: pages per second, and per second of processor time.
+const SPEED_MIN: f64 = 3.0;
+const CPU_MIN: f64 = 2.0;
+/// Goals for a guest's writes.
+const P99_US_MAX: f64 = 100.0;
+const STALL_US_MAX: f64 = 20_000.0;
+
+/// Merging of duplicate pages: the merger against KSM
+///
+/// Starts processes with private memory of which 45 % is common to all and 10 % is zeros, with a writer in
+/// each, and lets each engine merge it: KSM at full speed (pages_to_scan = 1000000, sleep_millisecs = 0),
+/// KSM with its defaults, and the merger with one thread and with several. Every word is checked while
+/// they run and at the end. KSM must be off, and is set back as it was.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:
+  cofolio-bench merge --guests 4 --memory 512 --rounds 5 --json merge.json
+
+Exit codes: 0 the goals are met, or the run is smaller than they are of; 1 one is missed; others as for every command.")]
+pub(crate) struct Args {
+    /// Processes
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(2..=64))]
+    guests: u64,
+    /// Memory of each, in MiB
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(8..=65536))]
+    memory: u64,
+    /// How often each engine runs, in turn
+    #[arg(long, default_value_t = 5)]
+    rounds: u32,
+    /// Pages per thousand that each process writes to in a second
+    #[arg(long, default_value_t = 10)]
+    writes: u64,
+    /// Keep huge pages out of the memory
+    #[arg(long)]
+    small: bool,
+    /// The library of the merger [default: ../lib/cofolio/libcofolio_shim.so from this program's directory]
+    #[arg(long, value_name = "FILE")]
+    shim: Option<PathBuf>,
+    /// Write every figure to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Engine {
+    /// Nothing is merged.
+    None,
+    KsmDefaults,
+    Ksm,
+    MergerOne,
+    Merger,
+}
+
+impl Engine {
+    const ALL: [Self; 5] =
+        [Self::None, Self::KsmDefaults, Self::Ksm, Self::MergerOne, Self::Merger];
+
+    fn title(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::KsmDefaults => "KSM, 100 pages every 20 ms (defaults)",
+            Self::Ksm => "KSM, pages_to_scan=1000000, sleep 0",
+            Self::MergerOne => "merger, 1 thread",
+            Self::Merger => "merger, as many threads as processors",
+        }
+    }
+
+    fn is_ksm(self) -> bool {
+        matches!(self, Self::Ksm | Self::KsmDefaults)
+    }
+}
+
+/// What came of an engine in a round.
+#[derive(Debug, Clone, Default, Serialize)]
+struct Ran {
+    /// Seconds until 95 % of what can be saved was saved; none if it never was.
+    done_seconds: Option<f64>,
+    /// Pages saved until then, or at the end.
+    saved_pages: u64,
+    seconds: f64,
+    /// Processor seconds of the engine until then.
+    cpu_seconds: f64,
+    writes: u64,
+    wrong: u64,
+    p50_us: f64,
+    p99_us: f64,
+    slowest_us: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Figures {
+    guests: u64,
+    memory_mib: u64,
+    /// Pages that can be saved if nobody writes to them.
+    mergeable_pages: u64,
+    rounds: BTreeMap<Engine, Vec<Ran>>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let own = std::env::current_exe().context("finding this program")?;
+    let beside = own.parent().unwrap_or(Path::new("/")).join("../lib/cofolio/libcofolio_shim.so");
+    let shim = args.shim.clone().unwrap_or(beside);
+    if !shim.is_file() {
+        let what = format!("{} is missing", shim.display());
+        return Err(Fail::new(Exit::Missing, what).hint("`tools/guest` builds it").into());
+    }
+    ensure!(ksm("run")? == 0, "somebody uses KSM: {KSM}/run is not 0");
+    let pages = usize::try_from(args.memory << 20 >> 12)?;
+    let mergeable = worker::mergeable(args.guests, pages);
+    let mut rounds: BTreeMap<Engine, Vec<Ran>> = BTreeMap::new();
+    for round in 0..args.rounds {
+        for engine in Engine::ALL {
+            let ran = run_engine(args, engine, &shim, pages, mergeable)
+                .with_context(|| engine.title())?;
+            eprintln!("round {}, {}: {ran:?}", round + 1, engine.title());
+            rounds.entry(engine).or_default().push(ran);
+        }
+    }
+    let goals = goals(args, &rounds);
+    let (guests, memory_mib) = (args.guests, args.memory);
+    let figures = Figures { guests, memory_mib, mergeable_pages: mergeable, rounds };
+    report::finish(args.json.as_deref(), Path::new("/"), &figures, &table(&figures), &goals)
+}
+
+fn median(runs: &[Ran], figure: impl Fn(&Ran) -> f64) -> f64 {
+    crate::median::median(runs.iter().map(figure))
+}
+
+fn per_second(ran: &Ran) -> f64 {
+    ran.saved_pages as f64 / ran.seconds
+}
+
+fn per_cpu_second(ran: &Ran) -> f64 {
+    ran.saved_pages as f64 / ran.cpu_seconds
+}
+
+fn goals(args: &Args, rounds: &BTreeMap<Engine, Vec<Ran>>) -> Goals {
+    let of = |engine| rounds.get(&engine).map(Vec::as_slice).unwrap_or_default();
+    let (ours, ksm) = (of(Engine::Merger), of(Engine::Ksm));
+    let size = "4 processes or more with 512 MiB or more each, 5 rounds or more";
+    let is_of_this_size = args.guests >= 4 && args.memory >= 512 && args.rounds >= 5;
+    // The bounds are of "at least": the inverse is at most.
+    let speed = median(ksm, per_second) / median(ours, per_second);
+    let cpu = median(ksm, per_cpu_second) / median(ours, per_cpu_second);
+    let wrong: u64 = rounds.values().flatten().map(|ran| ran.wrong).sum();
+    Goals::new(size, is_of_this_size)
+        .at_most("KSM's pages per second, of the merger's", speed, 1.0 / SPEED_MIN, "")
+        .at_most("KSM's pages per processor second, of the merger's", cpu, 1.0 / CPU_MIN, "")
+        .at_most("p99 of a write", median(ours, |ran| ran.p99_us), P99_US_MAX, " us")
+        .at_most("slowest write", median(ours, |ran| ran.slowest_us), STALL_US_MAX, " us")
+        .at_most("wrong words, of all engines", wrong as f64, 0.0, "")
+}
+
+fn table(figures: &Figures) -> String {
+    let mut text = format!(
+        "{} processes with {} MiB each, {} pages can be saved; medians of {} rounds\n\n\
+        | engine | 95 % after | pages/s | CPU | pages per CPU second | writes: p50 | p99 | slowest | wrong |\n\
+        |---|--:|--:|--:|--:|--:|--:|--:|--:|\n",
+        figures.guests,
+        figures.memory_mib,
+        figures.mergeable_pages,
+        figures.rounds.values().next().map_or(0, Vec::len),
+    );
+    for (engine, runs) in &figures.rounds {
+        let all_done = runs.iter().all(|ran| ran.done_seconds.is_some());
+        let done = match all_done {
+            true => format!("{:.2} s", median(runs, |ran| ran.done_seconds.unwrap_or(f64::NAN))),
+            false => "never".to_owned(),
+        };
+        text += &format!(
+            "| {} | {done} | {:.0} | {:.2} s | {:.0} | {:.1} us | {:.1} us | {:.0} us | {} |\n",
+            engine.title(),
+            median(runs, per_second),
+            median(runs, |ran| ran.cpu_seconds),
+            median(runs, per_cpu_second),
+            median(runs, |ran| ran.p50_us),
+            median(runs, |ran| ran.p99_us),
+            median(runs, |ran| ran.slowest_us),
+            runs.iter().map(|ran| ran.wrong).sum::<u64>(),
+        );
+    }
+    text
+}
+
+/// A process with memory.
+struct Guest {
+    child: Child,
+    output: BufReader<ChildStdout>,
+    dir: tempfile::TempDir,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Guest {
+    fn start(args: &Args, number: u64, engine: Engine, shim: &Path, pages: usize) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["merge-worker", &number.to_string(), &pages.to_string()]);
+        command.arg(args.writes.to_string());
+        command.args(engine.is_ksm().then_some("--ksm"));
+        command.args(args.small.then_some("--small"));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        if matches!(engine, Engine::Merger | Engine::MergerOne) {
+            cofolio_node::vm::merger::preload(&mut command, shim, dir.path(), pages as u64 * PAGE)?;
+        }
+        let mut child = command.spawn().context("starting a process")?;
+        let output = child.stdout.take().context("no output")?;
+        Ok(Self { child, output: BufReader::new(output), dir })
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        ensure!(!line.is_empty(), "a process has ended");
+        Ok(line)
+    }
+
+    fn end(mut self) -> Result<Said> {
+        if let Some(mut input) = self.child.stdin.take() {
+            input.write_all(b"stop\n")?;
+        }
+        Ok(serde_json::from_str(&self.line()?)?)
+    }
+}
+
+fn run_engine(
+    args: &Args,
+    engine: Engine,
+    shim: &Path,
+    pages: usize,
+    mergeable: u64,
+) -> Result<Ran> {
+    let start = |number| Guest::start(args, number, engine, shim, pages);
+    let mut guests = (0..args.guests).map(start).collect::<Result<Vec<_>>>()?;
+    for guest in &mut guests {
+        guest.line()?;
+    }
+    let enough = (mergeable as f64 * DONE).floor();
+    let ran = match engine {
+        Engine::None => {
+            thread::sleep(ENGINE_MIN);
+            Ran { seconds: ENGINE_MIN.as_secs_f64(), cpu_seconds: f64::NAN, ..Ran::default() }
+        }
+        Engine::Ksm | Engine::KsmDefaults => with_ksm(engine, enough)?,
+        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough),
+    };
+    let mut all = ran;
+    for guest in guests {
+        let said = guest.end()?;
+        all.writes += said.writes;
+        all.wrong += said.wrong;
+        all.p50_us = all.p50_us.max(said.p50_us);
+        all.p99_us = all.p99_us.max(said.p99_us);
+        all.slowest_us = all.slowest_us.max(said.slowest_us);
+    }
+    Ok(all)
+}
+
+fn ksm(name: &str) -> Result<u64> {
+    let path = format!("{KSM}/{name}");
+    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+    text.trim().parse().with_context(|| path)
+}
+
+fn set_ksm(name: &str, value: u64) -> Result<()> {
+    let path = format!("{KSM}/{name}");
+    fs::write(&path, value.to_string()).with_context(|| path)
+}
+
+/// KSM's settings as they were, when this is dropped; what it has merged is unmerged.
+struct KsmSettings(Vec<(&'static str, u64)>);
+
+impl Drop for KsmSettings {
+    fn drop(&mut self) {
+        let _ = set_ksm("run", 2);
+        for (name, value) in &self.0 {
+            let _ = set_ksm(name, *value);
+        }
+        let _ = set_ksm("run", 0);
+    }
+}
+
+fn with_ksm(engine: Engine, enough: f64) -> Result<Ran> {
+    let names = ["pages_to_scan", "sleep_millisecs", "use_zero_pages"];
+    let before = names.iter().map(|name| Ok((*name, ksm(name)?))).collect::<Result<Vec<_>>>()?;
+    let _settings = KsmSettings(before);
+    if engine == Engine::Ksm {
+        set_ksm("pages_to_scan", 1_000_000)?;
+        set_ksm("sleep_millisecs", 0)?;
+    }
+    set_ksm("use_zero_pages", 1)?;
+    let cpu_before = thread_seconds("/proc", "ksmd");
+    let began = Instant::now();
+    set_ksm("run", 1)?;
+    let saved =
+        || Ok::<_, anyhow::Error>(ksm("pages_sharing")? + ksm("ksm_zero_pages").unwrap_or(0));
+    let limit = if engine == Engine::Ksm { ENGINE_MAX } else { ENGINE_MAX / 4 };
+    let mut ran = Ran::default();
+    while began.elapsed() < limit {
+        thread::sleep(LOOK);
+        ran.saved_pages = saved()?;
+        if ran.saved_pages as f64 >= enough {
+            ran.done_seconds = Some(began.elapsed().as_secs_f64());
+            break;
+        }
+    }
+    ran.seconds = began.elapsed().as_secs_f64();
+    ran.cpu_seconds = thread_seconds("/proc", "ksmd") - cpu_before;
+    thread::sleep(ENGINE_MIN.saturating_sub(began.elapsed()));
+    Ok(ran)
+}
+
+fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Ran {
+    let threads = match engine {
+        Engine::MergerOne => 1,
+        _ => MergePolicy::default().threads,
+    };
+    // Single pages too, as KSM does. Two looks right behind each other: KSM does not wait either.
+    let policy = MergePolicy { run_min: 1, threads, ..MergePolicy::default() };
+    let targets: Vec<Target> = guests
+        .iter()
+        .enumerate()
+        .map(|(number, guest)| Target {
+            name: format!("guest{number}"),
+            domain: "bench".to_owned(),
+            pid: guest.child.id(),
+            dir: guest.dir.path().to_owned(),
+        })
+        .collect();
+    let shims = || -> f64 {
+        let tasks = guests.iter().map(|guest| format!("/proc/{}/task", guest.child.id()));
+        tasks.map(|tasks| thread_seconds(&tasks, "cofolio-shim")).sum()
+    };
+    let own = || {
+        let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        Duration::try_from(time).unwrap_or_default().as_secs_f64()
+    };
+    let mut merger = Merger::new(policy);
+    let (cpu_before, began) = (own() + shims(), Instant::now());
+    let mut ran = Ran::default();
+    while began.elapsed() < ENGINE_MAX {
+        let report = merger.pass(targets.clone(), &|line| eprintln!("{line}"));
+        let merged: u64 = report.guests.values().map(|it| it.pool_pages + it.zero_pages).sum();
+        ran.saved_pages = merged.saturating_sub(report.pool_bytes / PAGE);
+        if ran.saved_pages as f64 >= enough {
+            ran.done_seconds = Some(began.elapsed().as_secs_f64());
+            break;
+        }
+    }
+    ran.seconds = began.elapsed().as_secs_f64();
+    ran.cpu_seconds = own() + shims() - cpu_before;
+    while began.elapsed() < ENGINE_MIN {
+        thread::sleep(PERIOD);
+        merger.pass(targets.clone(), &|line| eprintln!("{line}"));
+    }
+    ran
+}
+
+/// Processor time of the processes or threads of this name in a directory.
+fn thread_seconds(dir: &str, name: &str) -> f64 {
+    let ticks = rustix::param::clock_ticks_per_second() as f64;
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let seconds = entries.filter_map(|entry| {
+        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+        let (before, rest) = stat.rsplit_once(')')?;
+        if before.split_once('(')?.1 != name {
+            return None;
+        }
+        let mut fields = rest.split_whitespace().skip(11);
+        let user: f64 = fields.next()?.parse().ok()?;
+        let system: f64 = fields.next()?.parse().ok()?;
+        Some((user + system) / ticks)
+    });
+    seconds.sum()
+}

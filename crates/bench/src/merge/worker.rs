@@ -1,0 +1,220 @@
+//! The process of a guest of `merge`: memory with a known content, and a thread that writes to it.
+
+use std::io::{BufRead as _, Write as _};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use cofolio_sys::memory::GuestMemory;
+use serde::{Deserialize, Serialize};
+
+/// Words of a page.
+const WORDS: usize = 512;
+/// Lengths of runs of pages: those that all guests have, and zeros.
+const COMMON_RUN: usize = 64;
+const ZERO_RUN: usize = 8;
+/// Of a page the word that is written to.
+const WRITTEN: usize = 77;
+/// Between two writes the writer sleeps for this long, and then catches up.
+const TICK: Duration = Duration::from_millis(10);
+
+/// A guest of `merge`
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Number of the guest
+    guest: u64,
+    /// Pages of its memory
+    pages: usize,
+    /// Pages per thousand that are written to in a second
+    writes: u64,
+    /// Let the kernel merge it
+    #[arg(long)]
+    ksm: bool,
+    /// Without huge pages
+    #[arg(long)]
+    small: bool,
+}
+
+/// What a guest says at its end.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Said {
+    pub(super) writes: u64,
+    /// Words that were not what they should be, while it ran and at the end.
+    pub(super) wrong: u64,
+    /// Microseconds that writes took.
+    pub(super) p50_us: f64,
+    pub(super) p99_us: f64,
+    pub(super) slowest_us: f64,
+}
+
+/// What a page holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Zeros,
+    /// The same in all guests.
+    Common(u64),
+    /// This guest's alone.
+    Own(u64),
+}
+
+fn mix(mut state: u64) -> u64 {
+    state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    state = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    state ^ state >> 31
+}
+
+fn word(guest: u64, kind: Kind, number: usize) -> u64 {
+    let of = |seed: u64| mix(mix(seed).wrapping_add(number as u64)) | 1;
+    match kind {
+        Kind::Zeros => 0,
+        Kind::Common(number) => of(number),
+        Kind::Own(page) => of(guest << 40 | 1 << 63 | page),
+    }
+}
+
+/// 40 % of the pages are in runs that all guests have, 5 % single pages that all have, 10 % zeros in short
+/// runs; each guest has them in an order of its own.
+fn layout(guest: u64, pages: usize) -> Vec<Kind> {
+    let mut units: Vec<Vec<Kind>> = Vec::new();
+    let common = pages * 40 / 100 / COMMON_RUN;
+    for run in 0..common {
+        let first = (run * COMMON_RUN) as u64;
+        units.push((first..first + COMMON_RUN as u64).map(Kind::Common).collect());
+    }
+    let single = 1 << 40;
+    units.extend((0..pages as u64 * 5 / 100).map(|page| vec![Kind::Common(single + page)]));
+    units.extend((0..pages / 10 / ZERO_RUN).map(|_| vec![Kind::Zeros; ZERO_RUN]));
+    let used: usize = units.iter().map(Vec::len).sum();
+    // One page of its own lies between any two of them, and the rest anywhere.
+    let mut own = (0..(pages - used) as u64).map(|page| vec![Kind::Own(page)]);
+    let mut state = mix(guest + 1);
+    for last in (1..units.len()).rev() {
+        state = mix(state);
+        let other = usize::try_from(state % (last as u64 + 1)).unwrap_or(0);
+        units.swap(last, other);
+    }
+    let mut kinds: Vec<Kind> = Vec::with_capacity(pages);
+    for unit in units {
+        kinds.extend(own.next().into_iter().flatten());
+        kinds.extend(unit);
+    }
+    kinds.extend(own.flatten());
+    kinds
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let memory = GuestMemory::new(args.pages * WORDS * 8).context("mapping memory")?;
+    if args.small {
+        memory.without_huge_pages().context("keeping huge pages out")?;
+    }
+    let kinds = layout(args.guest, args.pages);
+    ensure!(kinds.len() == args.pages, "the layout has {} pages", kinds.len());
+    let words = memory.words();
+    for (page, kind) in kinds.iter().enumerate() {
+        for number in 0..WORDS {
+            words[page * WORDS + number].store(word(args.guest, *kind, number), Relaxed);
+        }
+    }
+    if args.ksm {
+        memory.let_merge().context("asking for KSM")?;
+    }
+    let mut written = vec![None; args.pages];
+    let (stop, said) = (AtomicBool::new(false), std::sync::Mutex::new(Said::default()));
+    thread::scope(|scope| {
+        let (stop, said, kinds) = (&stop, &said, &kinds);
+        let written = &mut written;
+        scope.spawn(move || write(args, words, kinds, written, stop, said));
+        let _ = writeln!(std::io::stdout(), "ready");
+        // Until the benchmark is done with it, or has gone.
+        let _ = std::io::stdin().lock().lines().next();
+        stop.store(true, SeqCst);
+    });
+    let mut said = said.into_inner().unwrap_or_default();
+    for (page, kind) in kinds.iter().enumerate() {
+        for number in 0..WORDS {
+            let expected = match written[page] {
+                Some(value) if number == WRITTEN => value,
+                _ => word(args.guest, *kind, number),
+            };
+            said.wrong += u64::from(words[page * WORDS + number].load(Relaxed) != expected);
+        }
+    }
+    writeln!(std::io::stdout(), "{}", serde_json::to_string(&said)?)?;
+    Ok(())
+}
+
+/// Writes to random pages until it is stopped, and notes how long each write takes.
+fn write(
+    args: &Args,
+    words: &[AtomicU64],
+    kinds: &[Kind],
+    written: &mut [Option<u64>],
+    stop: &AtomicBool,
+    said: &std::sync::Mutex<Said>,
+) {
+    let per_second = args.pages as f64 * args.writes as f64 / 1000.0;
+    let (mut state, mut took, mut wrong) = (mix(args.guest + 99), Vec::new(), 0);
+    let began = Instant::now();
+    let mut done = 0.0;
+    while !stop.load(Relaxed) {
+        while done < began.elapsed().as_secs_f64() * per_second && !stop.load(Relaxed) {
+            done += 1.0;
+            state = mix(state);
+            let page = usize::try_from(state % args.pages as u64).unwrap_or(0);
+            let expected = written[page].unwrap_or_else(|| word(args.guest, kinds[page], WRITTEN));
+            let place = &words[page * WORDS + WRITTEN];
+            let value = state | 1;
+            let start = Instant::now();
+            let found = place.swap(value, SeqCst);
+            took.push(start.elapsed());
+            wrong += u64::from(found != expected || place.load(SeqCst) != value);
+            written[page] = Some(value);
+        }
+        thread::sleep(TICK);
+    }
+    took.sort_unstable();
+    let at = |share: f64| {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
+        let index = (took.len() as f64 * share) as usize;
+        took.get(index).or(took.last()).map_or(0.0, |took| took.as_secs_f64() * 1e6)
+    };
+    let mut said = said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    *said = Said {
+        writes: took.len() as u64,
+        wrong,
+        p50_us: at(0.5),
+        p99_us: at(0.99),
+        slowest_us: at(1.0),
+    };
+}
+
+/// Pages that merging can save in `guests` of so many pages, if nobody writes to them.
+pub(super) fn mergeable(guests: u64, pages: usize) -> u64 {
+    let kinds = layout(0, pages);
+    let count = |is_it: fn(&Kind) -> bool| kinds.iter().filter(|kind| is_it(kind)).count() as u64;
+    let zeros = count(|kind| *kind == Kind::Zeros) * guests;
+    zeros + count(|kind| matches!(kind, Kind::Common(_))) * (guests - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guests_have_the_same_pages_in_another_order() {
+        let (a, b) = (layout(0, 10_000), layout(1, 10_000));
+        assert_ne!(a, b);
+        assert_eq!((a.len(), b.len()), (10_000, 10_000));
+        let count =
+            |kinds: &[Kind], is_it: fn(&Kind) -> bool| kinds.iter().filter(|it| is_it(it)).count();
+        for kinds in [&a, &b] {
+            assert_eq!(count(kinds, |it| *it == Kind::Zeros), 1000);
+            assert_eq!(count(kinds, |it| matches!(it, Kind::Common(_))), 62 * 64 + 500);
+        }
+        assert_eq!(mergeable(4, 10_000), 4000 + 3 * (62 * 64 + 500));
+        assert_eq!(word(0, Kind::Common(5), 3), word(1, Kind::Common(5), 3));
+        assert_ne!(word(0, Kind::Own(5), 3), word(1, Kind::Own(5), 3));
+    }
+}
