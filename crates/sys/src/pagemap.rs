@@ -170,14 +170,11 @@ pub fn scan(
         let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
         regions.iter().take(found).copied().for_each(&mut each);
         // The kernel gathers regions in a smaller buffer of its own. If that was full at some moment,
-        // `walk_end` says where, also after the rest was walked: it counts only if ours is full.
-        if found < REGIONS {
-            return Ok(());
+        // `walk_end` says where, also after the rest was walked. So it counts for nothing.
+        match regions[..found].last() {
+            Some(last) if found == REGIONS && last.end > start => start = last.end,
+            _ => return Ok(()),
         }
-        if arg.walk_end <= start {
-            return Err(io::Error::other("PAGEMAP_SCAN does not go on"));
-        }
-        start = arg.walk_end;
     }
     Ok(())
 }
@@ -219,7 +216,7 @@ mod tests {
     }
 
     /// The kernel says where its buffer was full as if it had stopped there. Regions came again, and out
-    /// of order.
+    /// of order; later still, where a second buffer had become full with ours.
     #[test]
     fn regions_come_once_and_in_order() {
         let page = usize::try_from(crate::cache::page_size()).unwrap();

@@ -263,7 +263,7 @@ impl Domain {
         std::thread::scope(|scope| {
             for _ in 0..policy.threads {
                 scope.spawn(|| {
-                    while let Some(((guest, runs), name)) = lock(&work).pop() {
+                    while let Some(((guest, runs), name)) = next(&work) {
                         if let Err(error) = guest.merge(&runs, &pools) {
                             lock(&errors).push((name, error));
                         }
@@ -292,7 +292,7 @@ impl Domain {
         std::thread::scope(|scope| {
             for _ in 0..policy.threads {
                 scope.spawn(|| {
-                    while let Some((name, part)) = lock(&parts).pop() {
+                    while let Some((name, part)) = next(&parts) {
                         match part.hash() {
                             Ok(count) => _ = hashed.fetch_add(count, Relaxed),
                             Err(error) => lock(&errors).push((name.clone(), error)),
@@ -304,6 +304,12 @@ impl Domain {
         failed.extend(errors.into_inner().unwrap_or_default());
         hashed.into_inner()
     }
+}
+
+/// Takes work. In the head of a `while let` the lock would be held for the body as well, and all threads
+/// but one would wait.
+fn next<T>(work: &Mutex<Vec<T>>) -> Option<T> {
+    lock(work).pop()
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
