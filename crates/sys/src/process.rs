@@ -30,6 +30,65 @@ pub enum Fork {
     Child,
 }
 
+/// The memory of another process, to be read.
+#[derive(Debug)]
+pub struct ProcessMemory {
+    pid: Pid,
+    handle: OwnedFd,
+}
+
+impl ProcessMemory {
+    /// Of the process `pid`.
+    ///
+    /// # Errors
+    /// `ESRCH` if there is none.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let pid =
+            i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+        let handle = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?;
+        Ok(Self { pid, handle })
+    }
+
+    /// Fills `buffer` from an address on (process_vm_readv(2)): the pages are copied once, and
+    /// `/proc/PID/mem` copies them twice, one by one.
+    ///
+    /// # Errors
+    /// `EFAULT` if something of it is not mapped; `EPERM`; `ESRCH` if the process has ended.
+    pub fn read_exact_at(&self, buffer: &mut [u8], address: u64) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let rest = &mut buffer[done..];
+            let to = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
+            let at = usize::try_from(address).map_err(io::Error::other)? + done;
+            let from = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: rest.len() };
+            // SAFETY: the kernel writes at most `rest.len()` bytes to `rest`, which lives through the
+            // call, and only reads from the other process.
+            let read = unsafe {
+                libc::process_vm_readv(
+                    self.pid.as_raw_pid(),
+                    &raw const to,
+                    1,
+                    &raw const from,
+                    1,
+                    0,
+                )
+            };
+            match usize::try_from(read) {
+                Err(_) => return Err(io::Error::last_os_error()),
+                Ok(0) => return Err(io::Error::from_raw_os_error(libc::EFAULT)),
+                Ok(read) => done += read,
+            }
+        }
+        // The number is another process's only after this one's end: one that lives now lived all the
+        // time, and what was read is its own.
+        let mut fds = [rustix::event::PollFd::new(&self.handle, rustix::event::PollFlags::IN)];
+        match rustix::event::poll(&mut fds, Some(&rustix::time::Timespec::default()))? {
+            0 => Ok(()),
+            _ => Err(io::Error::from_raw_os_error(libc::ESRCH)),
+        }
+    }
+}
+
 /// Goes on in two processes.
 /// Errors: `EBUSY` while this process has other threads: the child would lack them, and the locks that they
 /// hold would stay locked there. Else those of `fork`.

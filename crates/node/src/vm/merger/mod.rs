@@ -250,11 +250,23 @@ impl Domain {
         let plan = plan(&hashes, &self.pools.slots, self.pools.next_slot(), &bounds);
         let guests: Vec<&Guest> = self.guests.values().collect();
         let copies: Vec<u8> = plan.new.iter().map(|(_, _, content)| content.copy).collect();
-        let read = |number: usize| {
-            let (guest, page, _) = plan.new[number];
-            guests[guest].pages.read(page).unwrap_or([0; PAGE])
+        let read = |first: usize, content: &mut [u8]| {
+            let mut number = 0;
+            let new = &plan.new[first..first + content.len() / PAGE];
+            // Pages one behind the other are read at once.
+            let is_next =
+                |(guest, page, _): &_, (other, next, _): &_| guest == other && page + 1 == *next;
+            for run in new.chunk_by(is_next) {
+                let content = &mut content[number * PAGE..(number + run.len()) * PAGE];
+                let (guest, page, _) = run[0];
+                // A guest that has ended, or has discarded it: zeros are as good a content as any.
+                if guests[guest].pages.read(page, content).is_err() {
+                    content.fill(0);
+                }
+                number += run.len();
+            }
         };
-        self.pools.add(&copies, read)?;
+        self.pools.add(&copies, policy.threads, read)?;
         let new = copies.len() as u64;
         let pools = Mutex::new(&mut self.pools);
         let work =

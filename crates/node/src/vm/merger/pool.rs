@@ -8,12 +8,15 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
+use std::sync::Mutex;
+use std::thread::ScopedJoinHandle;
 
 use cofolio_shim::protocol::PAGE;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::plan::Content;
 use super::scan::hash_of;
+use super::{lock, next};
 
 /// Pages of a pool: 4 MiB.
 pub(super) const POOL_PAGES: u64 = 1024;
@@ -51,29 +54,42 @@ impl Pools {
         self.pools.values().map(|pool| u64::from(pool.pages) * PAGE as u64).sum()
     }
 
-    /// Makes pools of new contents, whose slots begin with [`Pools::next_slot`]: `copies` says which of
-    /// several equal ones each is, and `read` gives its page. Only one pool is in this process's memory.
+    /// Makes pools of new contents, whose slots begin with [`Pools::next_slot`], on so many threads:
+    /// `copies` says which of several equal ones each is, and `read` fills in the pages from one of them
+    /// on. Each thread has one pool in this process's memory.
     pub(super) fn add(
         &mut self,
         copies: &[u8],
-        mut read: impl FnMut(usize) -> [u8; PAGE],
+        threads: usize,
+        read: impl Fn(usize, &mut [u8]) + Sync,
     ) -> io::Result<()> {
-        let mut number = 0;
-        for copies in copies.chunks(POOL_LEN) {
-            let first = self.next_slot();
-            let mut pages = Vec::with_capacity(copies.len() * PAGE);
-            for (copy, slot) in copies.iter().zip(first..) {
+        let parts = Mutex::new(copies.chunks(POOL_LEN).zip(self.next..).collect::<Vec<_>>());
+        let made = Mutex::new(Vec::new());
+        let make = || -> io::Result<()> {
+            let mut pages = vec![0; POOL_LEN.min(copies.len()) * PAGE];
+            while let Some((copies, number)) = next(&parts) {
+                let pages = &mut pages[..copies.len() * PAGE];
+                read((number - self.next) as usize * POOL_LEN, pages);
                 // What has changed since it was hashed is as good a content as any other.
-                let page = read(number);
-                let content = Content { hash: hash_of(&page), copy: *copy };
-                self.slots.insert(content, slot);
-                pages.extend_from_slice(&page);
-                number += 1;
+                let content =
+                    |(page, copy): (&[u8], &u8)| Content { hash: hash_of(page), copy: *copy };
+                let contents: Vec<_> = pages.chunks(PAGE).zip(copies).map(content).collect();
+                lock(&made).push((number, sealed(pages)?, contents));
             }
-            let file = sealed(&pages)?;
-            let pages = u32::try_from(copies.len()).unwrap_or(u32::MAX);
-            self.pools.insert(self.next, Pool { file, pages, users: HashSet::new() });
-            self.next += 1;
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(make)).collect();
+            let join = |thread: ScopedJoinHandle<'_, io::Result<()>>| {
+                thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread has panicked")))
+            };
+            threads.into_iter().map(join).collect::<io::Result<Vec<()>>>()
+        })?;
+        for (number, file, contents) in made.into_inner().unwrap_or_default() {
+            let pages = u32::try_from(contents.len()).unwrap_or(u32::MAX);
+            self.slots.extend(contents.into_iter().zip(u64::from(number) * POOL_PAGES..));
+            self.pools.insert(number, Pool { file, pages, users: HashSet::new() });
+            self.next = self.next.max(number + 1);
         }
         Ok(())
     }
@@ -113,7 +129,7 @@ mod tests {
     #[test]
     fn nobody_writes_to_a_pool() {
         let mut pools = Pools::default();
-        pools.add(&[0, 0], |number| [[7; PAGE], [8; PAGE]][number]).unwrap();
+        pools.add(&[0, 0], 2, |_, pages| pages[..PAGE].fill(7)).unwrap();
         let pool = &pools.pools[&0];
         let path = format!("/proc/self/fd/{}", pool.file.as_raw_fd());
         assert!(pool.file.write_all_at(b"x", 0).is_err());
@@ -122,15 +138,17 @@ mod tests {
         assert!(again.set_len(0).is_err());
         let mut page = [0; PAGE];
         pool.file.read_exact_at(&mut page, PAGE as u64).unwrap();
-        assert_eq!(page, [8; PAGE]);
+        assert_eq!(page, [0; PAGE]);
+        pool.file.read_exact_at(&mut page, 0).unwrap();
+        assert_eq!(page, [7; PAGE]);
     }
 
     #[test]
     fn a_pool_goes_with_its_last_user() {
         let mut pools = Pools::default();
-        pools.add(&[0], |_| [1; PAGE]).unwrap();
+        pools.add(&[0], 1, |_, pages| pages.fill(1)).unwrap();
         assert_eq!(pools.next_slot(), POOL_PAGES);
-        pools.add(&[3], |_| [2; PAGE]).unwrap();
+        pools.add(&[3], 1, |_, pages| pages.fill(2)).unwrap();
         pools.pools.get_mut(&0).unwrap().users.insert(10);
         pools.pools.get_mut(&1).unwrap().users.extend([10, 11]);
         pools.retain_living(|pid| pid == 11);

@@ -4,11 +4,11 @@ use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use cofolio_shim::protocol::PAGE;
 use cofolio_sys::pagemap::{Query, category, scan};
+use cofolio_sys::process::ProcessMemory;
 use twox_hash::XxHash3_64;
 
 use super::plan::Hash;
@@ -29,7 +29,7 @@ pub(super) fn hash_of(page: &[u8]) -> NonZeroU64 {
 #[derive(Debug)]
 pub(super) struct Pages {
     pagemap: File,
-    memory: File,
+    memory: ProcessMemory,
     start: u64,
     /// Looks since a page was written to; below 0 it is left alone for as many; or [`NEVER`].
     ages: Vec<i8>,
@@ -43,7 +43,7 @@ impl Pages {
         let count = usize::try_from(len / PAGE as u64).unwrap_or(0);
         Ok(Self {
             pagemap: File::open(dir.join("pagemap"))?,
-            memory: File::open(dir.join("mem"))?,
+            memory: ProcessMemory::open(pid)?,
             start,
             ages: vec![NEVER; count],
             hashes: vec![None; count],
@@ -104,11 +104,9 @@ impl Pages {
         &self.hashes
     }
 
-    /// The content of a page now.
-    pub(super) fn read(&self, page: usize) -> io::Result<[u8; PAGE]> {
-        let mut content = [0; PAGE];
-        self.memory.read_exact_at(&mut content, self.start + (page * PAGE) as u64)?;
-        Ok(content)
+    /// Fills `content` with what pages from this one on hold now.
+    pub(super) fn read(&self, page: usize, content: &mut [u8]) -> io::Result<()> {
+        self.memory.read_exact_at(content, self.start + (page * PAGE) as u64)
     }
 
     /// These pages are merged.
@@ -125,7 +123,7 @@ impl Pages {
 /// A part of a guest's pages.
 #[derive(Debug)]
 pub(super) struct Part<'p> {
-    memory: &'p File,
+    memory: &'p ProcessMemory,
     start: u64,
     ages: &'p [i8],
     hashes: &'p mut [Hash],
