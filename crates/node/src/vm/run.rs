@@ -25,6 +25,11 @@ use crate::container::{Copies, Streams, pidfd};
 use crate::mount::At as _;
 use crate::run_dir::running::{OUTPUT_BYTES_MAX, claim, is_name, write_file};
 
+/// Words for the kernel. What a pulse of the balloon takes, `init_on_alloc` would touch again; pages are
+/// reported to the host one by one. Devices of memory lie above 4 GiB, and for memory there the kernel
+/// would reserve 64 MiB of bounce buffers, which virtio does not use.
+const KERNEL_WORDS: &str = "console=hvc0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce \
+    page_reporting.page_reporting_order=0";
 /// How long a guest may take to run the image's program. An emulated processor is slow.
 const START_SECONDS_MAX: u64 = 300;
 /// How often a start looks whether it was cancelled.
@@ -188,7 +193,7 @@ impl Machines<'_> {
             cpus: request.cpus,
             kernel: &request.kernel,
             initramfs: &initramfs,
-            append: words(request),
+            append: KERNEL_WORDS.to_owned(),
             files: &attached.files,
             disk: None,
             pid_file: &dir.join("pid"),
@@ -237,12 +242,6 @@ impl Machines<'_> {
             }
         }
     }
-}
-
-/// Words for the kernel. What a pulse of the balloon takes, `init_on_alloc` would touch again; pages
-/// are reported to the host one by one.
-fn words(_request: &Request) -> String {
-    "console=hvc0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce page_reporting.page_reporting_order=0".to_owned()
 }
 
 /// Tells the guest what to start, and waits until it has. Returns what the guest says from then on.
