@@ -19,6 +19,7 @@ use serde::Serialize;
 use crate::Outcome;
 use crate::goals::Goals;
 use crate::report;
+use crate::usage_lists::status_bytes;
 use worker::Said;
 
 /// Share of the pages that can be saved, at which an engine is done.
@@ -282,7 +283,7 @@ fn run_engine(
             Ran { seconds: ENGINE_MIN.as_secs_f64(), cpu_seconds: f64::NAN, ..Ran::default() }
         }
         Engine::Ksm | Engine::KsmDefaults => with_ksm(engine, enough)?,
-        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough),
+        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough)?,
     };
     let mut all = ran;
     for guest in guests {
@@ -350,7 +351,7 @@ fn with_ksm(engine: Engine, enough: f64) -> Result<Ran> {
     Ok(ran)
 }
 
-fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Ran {
+fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
     let threads = match engine {
         Engine::MergerOne => 1,
         _ => MergePolicy::default().threads,
@@ -375,13 +376,19 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Ran {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
         Duration::try_from(time).unwrap_or_default().as_secs_f64()
     };
+    // What the merger counts are pages merged, also those that were written to since. So the memory of
+    // the processes is counted instead, less the pools.
+    let anonymous = || -> Result<u64> {
+        let of = |guest: &Guest| status_bytes(&guest.child.id().to_string(), "RssAnon");
+        guests.iter().map(of).sum()
+    };
     let mut merger = Merger::new(policy);
+    let held = anonymous()?;
     let (cpu_before, began) = (own() + shims(), Instant::now());
     let mut ran = Ran::default();
     while began.elapsed() < ENGINE_MAX {
         let report = merger.pass(targets.clone(), &|line| eprintln!("{line}"));
-        let merged: u64 = report.guests.values().map(|it| it.pool_pages + it.zero_pages).sum();
-        ran.saved_pages = merged.saturating_sub(report.pool_bytes / PAGE);
+        ran.saved_pages = held.saturating_sub(anonymous()? + report.pool_bytes) / PAGE;
         if ran.saved_pages as f64 >= enough {
             ran.done_seconds = Some(began.elapsed().as_secs_f64());
             break;
@@ -393,7 +400,7 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Ran {
         thread::sleep(PERIOD);
         merger.pass(targets.clone(), &|line| eprintln!("{line}"));
     }
-    ran
+    Ok(ran)
 }
 
 /// Processor time of the processes or threads of this name in a directory.

@@ -29,6 +29,7 @@ pub(crate) mod push;
 pub(crate) mod reclaim;
 pub(crate) mod rm;
 pub(crate) mod run;
+mod running;
 pub(crate) mod serve;
 pub(crate) mod sign;
 mod source;

@@ -1,7 +1,8 @@
-use cofolio_node::container::{Containers, State};
+use cofolio_node::container::Containers;
 
 use crate::cmd::Outcome;
-use crate::context::{Context, short};
+use crate::cmd::running::{command_cell, image_cell, pid_cell, state_cell};
+use crate::context::Context;
 use crate::exit::{self, Exit};
 use crate::ui::{Cell, Table, Tone, ago};
 
@@ -36,26 +37,14 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     }
     let mut table = Table::new(&["NAME", "IMAGE", "STATE", "PID", "SINCE", "COMMAND"]);
     for status in &list {
-        let (word, tone) = match (status.state, status.exit_status) {
-            (State::Running, _) => ("running".to_owned(), Tone::Good),
-            (State::Unattended, _) => ("unattended".to_owned(), Tone::Good),
-            (State::Ended, None) => ("ended".to_owned(), Tone::Dim),
-            (State::Ended, Some(status)) => (format!("ended ({status})"), Tone::Dim),
-        };
         let record = &status.record;
-        // A digest is shortened as everywhere, a ref is not.
-        let image = match record.image_name.is_empty() {
-            true => short(&record.image),
-            false => record.image_name.clone(),
-        };
-        let command: String = record.command.join(" ").chars().take(40).collect();
         table.row(vec![
             Cell::left(&record.name).tone(Tone::Bold),
-            Cell::left(image),
-            Cell::left(word).tone(tone),
-            Cell::right(status.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string())),
+            image_cell(&record.image_name, &record.image),
+            state_cell(status.state, status.exit_status),
+            pid_cell(status.pid),
             Cell::left(ago(record.created)),
-            Cell::left(crate::ui::printable(command.as_bytes())),
+            command_cell(&record.command),
         ]);
     }
     context.ui.table(&table)?;

@@ -3,8 +3,8 @@ use std::time::Duration;
 use cofolio_node::container::Containers;
 
 use crate::cmd::Outcome;
+use crate::cmd::running::stop_all;
 use crate::context::Context;
-use crate::exit::Exit;
 
 /// End containers that `run` started, and remove them
 ///
@@ -26,15 +26,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain)?);
     let patience = Duration::from_secs(args.time.into());
-    let mut first = None;
-    for name in &args.names {
-        // If one does not end, the others are stopped nevertheless.
-        if let Err(error) = containers.stop(name, patience) {
-            match first {
-                None => first = Some(error),
-                Some(_) => context.ui.error(&error.to_string(), None),
-            }
-        }
-    }
-    first.map_or(Ok(Exit::Ok), |error| Err(error.into()))
+    stop_all(&args.names, context, |name| containers.stop(name, patience))
 }

@@ -8,14 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
 use super::{Container, ContainerStatus, Containers, Result, RunError, is_at, read_record};
 use crate::mount::kernel::open_dir;
 use crate::mount::{At as _, MountError, UmountOptions, take_down};
-use crate::run_dir::running::{is_name, kept_exit_status, lock, write_file};
+use crate::run_dir::running::{is_name, kept_exit_status, lock_ended, write_file};
 use crate::run_dir::{self, RunDir};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
@@ -168,13 +167,7 @@ impl Containers<'_> {
     /// caller says so. Returns whether it did.
     pub(super) fn remove_if_ended(&self, name: &str, retired_too: bool) -> Result<bool> {
         let dir = self.dir().join(name);
-        let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
-            // If another process removed the container meanwhile, this is not the lock of its name.
-            Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => lock,
-            Ok(_) => return Ok(false),
-            Err(error) if error.is_missing() => return Ok(false),
-            Err(error) => return Err(error.into()),
-        };
+        let Some(lock) = lock_ended(&dir)? else { return Ok(false) };
         let Some(record) = read_record(&dir)? else {
             self.remove_lost(name, &dir)?;
             return Ok(true);

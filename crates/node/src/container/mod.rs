@@ -55,6 +55,8 @@ pub use runtime::Runtime;
 pub use start::{Exec, Finished, exit_status, wait_for};
 pub use streams::{Copies, Streams, append};
 
+pub use crate::run_dir::running::State;
+
 /// What to start.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -108,18 +110,6 @@ pub struct ContainerRecord {
     pub cgroup: String,
     /// When it was made, in seconds since 1970.
     pub created: i64,
-}
-
-/// Whether a container runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum State {
-    /// It is being started, runs or is being removed; a process waits for its end.
-    Running,
-    /// It runs, and no process waits for its end, because that one was killed.
-    Unattended,
-    /// It has ended and was not removed.
-    Ended,
 }
 
 /// One line of [`Containers::list`].

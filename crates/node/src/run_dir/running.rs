@@ -12,12 +12,25 @@ use std::path::{Path, PathBuf};
 use cofolio_store::{Purpose, replace_file};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
+use serde::Serialize;
 
 use super::error::At as _;
 use super::{RunDirError, is_at, read_small, try_flock};
 
 /// Largest size of each of the two files that hold the output of what was detached.
 pub(crate) const OUTPUT_BYTES_MAX: u64 = 1 << 20;
+
+/// Whether a container or a virtual machine runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// It is being started, runs or is being removed; a process waits for its end.
+    Running,
+    /// It runs, and no process waits for its end, because that one was killed.
+    Unattended,
+    /// It has ended and was not removed.
+    Ended,
+}
 
 /// Whether it can be the name of a directory.
 pub(crate) fn is_name(name: &str) -> bool {
@@ -81,6 +94,16 @@ pub(crate) fn lock(dir: &Path, how: FlockOperation) -> Result<Option<OwnedFd>, R
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
     let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).at("open", &path)?;
     Ok(try_flock(&file, how, &path)?.then_some(file))
+}
+
+/// Locks a directory for which no process waits any more; `None` if one does, or if there is none.
+pub(crate) fn lock_ended(dir: &Path) -> Result<Option<OwnedFd>, RunDirError> {
+    match lock(dir, FlockOperation::NonBlockingLockExclusive) {
+        // If another process removed it meanwhile, this is not the lock of its name.
+        Ok(lock) => Ok(lock.filter(|lock| is_at(lock, &dir.join("lock")))),
+        Err(error) if error.is_missing() => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Tests the lock without taking it.

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::merger::Merging;
 use super::ram::{Ram, anonymous, mapping};
 use super::recycler::Recycling;
-use super::{VmState, VmStatus};
+use super::{State, VmStatus};
 use crate::kernel_text;
 
 /// The account of one virtual machine. Sizes are bytes.
@@ -143,7 +143,7 @@ impl Accounts {
             image_name: record.image_name.clone(),
             domain: record.domain.clone(),
             pid,
-            attended: status.state == VmState::Running,
+            attended: status.state == State::Running,
             memory_bytes: record.memory_bytes,
             used_bytes: private - unreturned - cache,
             cache_bytes: cache,

@@ -43,7 +43,6 @@ use std::time::{Duration, Instant};
 
 use cofolio_guest::Message;
 use cofolio_store::{Digest, Domain, Root, RootKind};
-use rustix::fs::FlockOperation;
 use rustix::process::{Signal, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
@@ -53,8 +52,9 @@ pub use self::kernel::Kernel;
 pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};
 use crate::container::pidfd;
-use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock, read_text};
-use crate::run_dir::{self, RunDir, RunDirError, is_at, read_json};
+pub use crate::run_dir::running::State;
+use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock_ended, read_text};
+use crate::run_dir::{self, RunDir, RunDirError, read_json};
 
 /// How long a VMM may take to die of SIGKILL.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -92,18 +92,6 @@ pub struct VmRecord {
     pub created: i64,
 }
 
-/// Whether a virtual machine runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VmState {
-    /// It is being started, runs or is being removed.
-    Running,
-    /// It runs, and no process waits for its end, because that one was killed.
-    Unattended,
-    /// It has ended and was not removed.
-    Ended,
-}
-
 /// One line of [`Machines::list`].
 #[derive(Debug, Clone, Serialize)]
 pub struct VmStatus {
@@ -111,7 +99,7 @@ pub struct VmStatus {
     #[serde(flatten)]
     pub record: VmRecord,
     /// Whether it runs.
-    pub state: VmState,
+    pub state: State,
     /// Process of the VMM, while it runs.
     pub pid: Option<u32>,
     /// Exit status of a detached one that has ended: that of the image's program.
@@ -239,12 +227,7 @@ impl<'a> Machines<'a> {
     /// Removes what is left of one that has ended; says whether it did.
     fn remove_if_ended(&self, name: &str, retired_too: bool) -> Result<bool> {
         let dir = self.dir().join(name);
-        let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
-            Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => lock,
-            Ok(_) => return Ok(false),
-            Err(error) if error.is_missing() => return Ok(false),
-            Err(error) => return Err(error.into()),
-        };
+        let Some(lock) = lock_ended(&dir)? else { return Ok(false) };
         self.domain.remove_root(RootKind::Vm, &self.root_id(name))?;
         if !retired_too && kept_exit_status(&dir).is_some() {
             return Ok(false);
@@ -283,9 +266,9 @@ fn status(dir: &Path) -> Result<Option<VmStatus>> {
     let lives = is_locked(dir)?;
     let is_attended = || qemu::connect(dir, "control").is_ok();
     let state = match lives {
-        false => VmState::Ended,
-        true if is_attended() => VmState::Running,
-        true => VmState::Unattended,
+        false => State::Ended,
+        true if is_attended() => State::Running,
+        true => State::Unattended,
     };
     Ok(Some(VmStatus {
         state,

@@ -1,9 +1,8 @@
-use cofolio_node::vm::VmState;
-
 use crate::cmd::Outcome;
-use crate::context::{Context, short};
+use crate::cmd::running::{command_cell, image_cell, pid_cell, state_cell};
+use crate::context::Context;
 use crate::exit::{self, Exit};
-use crate::ui::{Cell, Table, Tone, ago, human_size, printable};
+use crate::ui::{Cell, Table, Tone, ago, human_size};
 
 /// List virtual machines
 ///
@@ -38,28 +37,16 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let mut table =
         Table::new(&["NAME", "IMAGE", "STATE", "PID", "MEMORY", "CPUS", "SINCE", "COMMAND"]);
     for status in &list {
-        let (word, tone) = match (status.state, status.exit_status) {
-            (VmState::Running, _) => ("running".to_owned(), Tone::Good),
-            (VmState::Unattended, _) => ("unattended".to_owned(), Tone::Good),
-            (VmState::Ended, None) => ("ended".to_owned(), Tone::Dim),
-            (VmState::Ended, Some(status)) => (format!("ended ({status})"), Tone::Dim),
-        };
         let record = &status.record;
-        // A digest is shortened as everywhere, a ref is not.
-        let image = match record.image_name.is_empty() {
-            true => short(&record.image),
-            false => record.image_name.clone(),
-        };
-        let command: String = record.command.join(" ").chars().take(40).collect();
         table.row(vec![
             Cell::left(&record.name).tone(Tone::Bold),
-            Cell::left(image),
-            Cell::left(word).tone(tone),
-            Cell::right(status.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string())),
+            image_cell(&record.image_name, &record.image),
+            state_cell(status.state, status.exit_status),
+            pid_cell(status.pid),
             Cell::right(human_size(record.memory_bytes)),
             Cell::right(record.cpus.to_string()),
             Cell::left(ago(record.created)),
-            Cell::left(printable(command.as_bytes())),
+            command_cell(&record.command),
         ]);
     }
     context.ui.table(&table)?;

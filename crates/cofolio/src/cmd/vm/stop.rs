@@ -1,8 +1,8 @@
 use std::time::Duration;
 
 use crate::cmd::Outcome;
+use crate::cmd::running::stop_all;
 use crate::context::Context;
-use crate::exit::Exit;
 
 /// End virtual machines, and remove them
 ///
@@ -26,15 +26,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let machines = super::machines(&domain, context)?;
     let patience = Duration::from_secs(args.time.into());
-    let mut first = None;
-    for name in &args.names {
-        // If one does not end, the others are stopped nevertheless.
-        if let Err(error) = machines.stop(name, patience) {
-            match first {
-                None => first = Some(error),
-                Some(_) => context.ui.error(&error.to_string(), None),
-            }
-        }
-    }
-    first.map_or(Ok(Exit::Ok), |error| Err(error.into()))
+    stop_all(&args.names, context, |name| machines.stop(name, patience))
 }

@@ -373,8 +373,8 @@ impl Guest {
                 for number in 0..run.pages as usize {
                     let page = usize::try_from(run.page).unwrap_or(0) + number;
                     match outcome.is_merged(number) {
-                        true => self.pages.merged(page),
-                        false => self.pages.is_volatile(page),
+                        true => self.pages.set_merged(page),
+                        false => self.pages.set_volatile(page),
                     }
                 }
             }

@@ -109,13 +109,13 @@ impl Pages {
         self.memory.read_exact_at(content, self.start + (page * PAGE) as u64)
     }
 
-    /// These pages are merged.
-    pub(super) fn merged(&mut self, page: usize) {
+    /// Notes that a page is merged.
+    pub(super) fn set_merged(&mut self, page: usize) {
         (self.ages[page], self.hashes[page]) = (NEVER, None);
     }
 
-    /// This page was not as it had been.
-    pub(super) fn is_volatile(&mut self, page: usize) {
+    /// Notes that a page has changed since it was hashed.
+    pub(super) fn set_volatile(&mut self, page: usize) {
         (self.ages[page], self.hashes[page]) = (VOLATILE, None);
     }
 }
