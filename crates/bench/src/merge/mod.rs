@@ -187,6 +187,15 @@ fn goals(args: &Args, rounds: &BTreeMap<Engine, Vec<Ran>>) -> Goals {
         .at_most("wrong words, of all engines", wrong as f64, 0.0, "")
 }
 
+fn costs(runs: &[Ran]) -> String {
+    format!(
+        "{:.0} | {:.2} s | {:.0}",
+        median(runs, per_second),
+        median(runs, |ran| ran.cpu_seconds),
+        median(runs, per_cpu_second),
+    )
+}
+
 fn table(figures: &Figures) -> String {
     let mut text = format!(
         "{} processes with {} MiB each, {} pages can be saved; medians of {} rounds\n\n\
@@ -204,11 +213,9 @@ fn table(figures: &Figures) -> String {
             false => "never".to_owned(),
         };
         text += &format!(
-            "| {} | {done} | {:.0} | {:.2} s | {:.0} | {:.1} us | {:.1} us | {:.0} us | {} |\n",
+            "| {} | {done} | {} | {:.1} us | {:.1} us | {:.0} us | {} |\n",
             engine.title(),
-            median(runs, per_second),
-            median(runs, |ran| ran.cpu_seconds),
-            median(runs, per_cpu_second),
+            if *engine == Engine::None { "– | – | –".to_owned() } else { costs(runs) },
             median(runs, |ran| ran.p50_us),
             median(runs, |ran| ran.p99_us),
             median(runs, |ran| ran.slowest_us),
@@ -280,7 +287,7 @@ fn run_engine(
     let ran = match engine {
         Engine::None => {
             thread::sleep(ENGINE_MIN);
-            Ran { seconds: ENGINE_MIN.as_secs_f64(), cpu_seconds: f64::NAN, ..Ran::default() }
+            Ran { seconds: ENGINE_MIN.as_secs_f64(), ..Ran::default() }
         }
         Engine::Ksm | Engine::KsmDefaults => with_ksm(engine, enough)?,
         Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough)?,

@@ -210,19 +210,32 @@ fn reclaim_of_an_image_and_of_a_domain() {
     let resident = || [0, 1, 2].map(|salt| pair.resident(salt));
     let (size, pages) = (SIZE as u64, cache::all_pages());
     let mut ledger = pair.ledger();
-    read_all();
-    ledger.sample_all().unwrap();
     let one = UsedImage { domain: "default".into(), image: pair.images[0] };
+    let image = all_of(ReclaimTarget::Image(one.clone()));
+    let domain = all_of(ReclaimTarget::Domain("default".to_owned()));
     let cancelled = Cancel::default();
     cancelled.cancel();
-    let nothing = ledger.reclaim_until(&cancelled, &all_of(ReclaimTarget::Image(one.clone())));
-    assert_eq!((nothing.unwrap().objects, resident()), (0, [pages; 3]));
-    let found = ledger.reclaim(&all_of(ReclaimTarget::Image(one.clone()))).unwrap();
-    assert_eq!((found.freed_bytes, found.shared_bytes), (size, size));
-    assert_eq!(resident(), [pages, 0, pages]);
-    let domain = all_of(ReclaimTarget::Domain("default".to_owned()));
-    assert_eq!(ledger.reclaim(&domain).unwrap().freed_bytes, 2 * size);
-    assert_eq!(resident(), [0, 0, 0]);
+    // The kernel takes pages that nobody maps, too: two of 900 were gone when a test looked. Then
+    // this begins anew.
+    let mut goes_in_order = || {
+        read_all();
+        ledger.sample_all().unwrap();
+        assert_eq!(ledger.reclaim_until(&cancelled, &image).unwrap().objects, 0);
+        if resident() != [pages; 3] {
+            return false;
+        }
+        let found = ledger.reclaim(&image).unwrap();
+        let left = resident();
+        assert_eq!(left[1], 0);
+        if left != [pages, 0, pages] {
+            return false;
+        }
+        assert_eq!((found.freed_bytes, found.shared_bytes), (size, size));
+        assert_eq!(ledger.reclaim(&domain).unwrap().freed_bytes, 2 * size);
+        assert_eq!(resident(), [0, 0, 0]);
+        true
+    };
+    assert!((0..20).any(|_| goes_in_order()), "the kernel takes all pages");
     for (target, said) in [
         (ReclaimTarget::Domain("none".to_owned()), "no trust domain none"),
         (ReclaimTarget::Image(UsedImage { domain: "none".into(), ..one.clone() }), "none"),
