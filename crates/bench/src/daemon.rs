@@ -16,6 +16,8 @@ use cofolio_node::{ledger::Report, run_dir::RunDir};
 use cofolio_store::Domain;
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::threads::{self, Threads};
+
 /// `cofolio serve`, ended when dropped.
 pub(crate) struct Daemon {
     child: Child,
@@ -83,6 +85,13 @@ impl Daemon {
         let fields = text.rsplit_once(") ").context("no name in /proc/PID/stat")?.1;
         let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<f64>);
         Ok(ticks.sum::<Result<f64, _>>()? / 1e2)
+    }
+}
+
+impl Daemon {
+    /// Processor time of its threads.
+    pub(crate) fn threads(&self) -> Threads {
+        threads::of(&format!("/proc/{}/task", self.child.id()))
     }
 }
 

@@ -8,6 +8,8 @@ mod daemon_memory;
 mod density;
 mod dying;
 mod goals;
+mod ksm;
+mod machines;
 mod measure;
 mod median;
 mod memory;
@@ -22,6 +24,7 @@ mod runtime;
 mod setup;
 mod share;
 mod source;
+mod threads;
 mod usage_lists;
 
 use std::process::ExitCode;
@@ -59,6 +62,7 @@ enum Command {
     UsageLists(usage_lists::Args),
     DaemonMemory(daemon_memory::Args),
     Merge(merge::Args),
+    VmDensity(machines::density::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Reader(reader::Args),
@@ -123,6 +127,10 @@ fn run(command: Command) -> Outcome {
         Command::Merge(args) => {
             needs_root("merge", "it sets KSM and reads the memory of processes")?;
             merge::run(&args)
+        }
+        Command::VmDensity(args) => {
+            needs_root("vm-density", "it starts virtual machines and sets KSM")?;
+            machines::density::run(&args)
         }
         Command::MergeWorker(args) => merge::worker::run(&args).map(|()| Exit::Ok),
         Command::DensityWorker(args) => density::worker::run(&args).map(|()| Exit::Ok),

@@ -289,6 +289,9 @@ pub struct Vm {
     pub kernel: Option<PathBuf>,
     /// Whether the daemon returns memory that guests have freed.
     pub recycle: bool,
+    /// Seconds from one look at a guest's free memory to the next, 1 to 60.
+    #[serde(deserialize_with = "recycle_seconds")]
+    pub recycle_seconds: u32,
     /// Free memory that it leaves each guest.
     pub reserve: Size,
     /// Percent of one processor that it takes for that, 0.1 to 100.
@@ -306,6 +309,7 @@ impl Default for Vm {
         Self {
             kernel: None,
             recycle: true,
+            recycle_seconds: 1,
             reserve: Size(32 << 20),
             recycle_cpu_percent: 5.0,
             merge: true,
@@ -316,6 +320,10 @@ impl Default for Vm {
 
 fn merge_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
     in_range("vm.merge_seconds", 1..=3600, deserializer)
+}
+
+fn recycle_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    in_range("vm.recycle_seconds", 1..=60, deserializer)
 }
 
 fn recycle_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {

@@ -4,7 +4,6 @@
 pub(crate) mod worker;
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -18,7 +17,9 @@ use serde::Serialize;
 
 use crate::Outcome;
 use crate::goals::Goals;
+use crate::ksm::{self, Ksm};
 use crate::report;
+use crate::threads;
 use crate::usage_lists::status_bytes;
 use worker::Said;
 
@@ -32,7 +33,6 @@ const ENGINE_MIN: Duration = Duration::from_secs(5);
 const PERIOD: Duration = Duration::from_secs(1);
 /// From one look at what was merged to the next.
 const LOOK: Duration = Duration::from_millis(20);
-const KSM: &str = "/sys/kernel/mm/ksm";
 const PAGE: u64 = 4096;
 /// Goals against KSM: pages per second, and per second of processor time.
 const SPEED_MIN: f64 = 3.0;
@@ -140,7 +140,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         let what = format!("{} is missing", shim.display());
         return Err(Fail::new(Exit::Missing, what).hint("`tools/guest` builds it").into());
     }
-    ensure!(ksm("run")? == 0, "somebody uses KSM: {KSM}/run is not 0");
+    ksm::ensure_unused()?;
     let pages = usize::try_from(args.memory << 20 >> 12)?;
     let mergeable = worker::mergeable(args.guests, pages);
     let mut rounds: BTreeMap<Engine, Vec<Ran>> = BTreeMap::new();
@@ -304,56 +304,22 @@ fn run_engine(
     Ok(all)
 }
 
-fn ksm(name: &str) -> Result<u64> {
-    let path = format!("{KSM}/{name}");
-    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
-    text.trim().parse().with_context(|| path)
-}
-
-fn set_ksm(name: &str, value: u64) -> Result<()> {
-    let path = format!("{KSM}/{name}");
-    fs::write(&path, value.to_string()).with_context(|| path)
-}
-
-/// KSM's settings as they were, when this is dropped; what it has merged is unmerged.
-struct KsmSettings(Vec<(&'static str, u64)>);
-
-impl Drop for KsmSettings {
-    fn drop(&mut self) {
-        let _ = set_ksm("run", 2);
-        for (name, value) in &self.0 {
-            let _ = set_ksm(name, *value);
-        }
-        let _ = set_ksm("run", 0);
-    }
-}
-
 fn with_ksm(engine: Engine, enough: f64) -> Result<Ran> {
-    let names = ["pages_to_scan", "sleep_millisecs", "use_zero_pages"];
-    let before = names.iter().map(|name| Ok((*name, ksm(name)?))).collect::<Result<Vec<_>>>()?;
-    let _settings = KsmSettings(before);
-    if engine == Engine::Ksm {
-        set_ksm("pages_to_scan", 1_000_000)?;
-        set_ksm("sleep_millisecs", 0)?;
-    }
-    set_ksm("use_zero_pages", 1)?;
-    let cpu_before = thread_seconds("/proc", "ksmd");
+    let cpu_before = threads::of("/proc").seconds("ksmd");
     let began = Instant::now();
-    set_ksm("run", 1)?;
-    let saved =
-        || Ok::<_, anyhow::Error>(ksm("pages_sharing")? + ksm("ksm_zero_pages").unwrap_or(0));
+    let _ksm = Ksm::start(engine == Engine::Ksm)?;
     let limit = if engine == Engine::Ksm { ENGINE_MAX } else { ENGINE_MAX / 4 };
     let mut ran = Ran::default();
     while began.elapsed() < limit {
         thread::sleep(LOOK);
-        ran.saved_pages = saved()?;
+        ran.saved_pages = ksm::saved_pages()?;
         if ran.saved_pages as f64 >= enough {
             ran.done_seconds = Some(began.elapsed().as_secs_f64());
             break;
         }
     }
     ran.seconds = began.elapsed().as_secs_f64();
-    ran.cpu_seconds = thread_seconds("/proc", "ksmd") - cpu_before;
+    ran.cpu_seconds = threads::of("/proc").seconds("ksmd") - cpu_before;
     thread::sleep(ENGINE_MIN.saturating_sub(began.elapsed()));
     Ok(ran)
 }
@@ -377,7 +343,7 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
         .collect();
     let shims = || -> f64 {
         let tasks = guests.iter().map(|guest| format!("/proc/{}/task", guest.child.id()));
-        tasks.map(|tasks| thread_seconds(&tasks, "cofolio-shim")).sum()
+        tasks.map(|tasks| threads::of(&tasks).seconds("cofolio-shim")).sum()
     };
     let own = || {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
@@ -408,22 +374,4 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
         merger.pass(targets.clone(), &|line| eprintln!("{line}"));
     }
     Ok(ran)
-}
-
-/// Processor time of the processes or threads of this name in a directory.
-fn thread_seconds(dir: &str, name: &str) -> f64 {
-    let ticks = rustix::param::clock_ticks_per_second() as f64;
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let seconds = entries.filter_map(|entry| {
-        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
-        let (before, rest) = stat.rsplit_once(')')?;
-        if before.split_once('(')?.1 != name {
-            return None;
-        }
-        let mut fields = rest.split_whitespace().skip(11);
-        let user: f64 = fields.next()?.parse().ok()?;
-        let system: f64 = fields.next()?.parse().ok()?;
-        Some((user + system) / ticks)
-    });
-    seconds.sum()
 }

@@ -145,6 +145,7 @@ fn settings(args: &Args, config: &Config) -> Settings {
             limit: store.limit.clone(),
         },
         recycle: vm.recycle.then(|| Policy {
+            period: Duration::from_secs(vm.recycle_seconds.into()),
             reserve: vm.reserve.0,
             share: vm.recycle_cpu_percent / 100.0,
             ..Policy::default()

@@ -131,7 +131,7 @@ impl Accounts {
         }
         let known = self.known.get(&pid).ok_or(io::ErrorKind::NotFound)?;
         let resident = known.ram.resident()?;
-        let private = resident.bytes - resident.of_files;
+        let private = resident.private();
         let free = besides.recycling.as_ref().map(|it| it.free_bytes);
         let caches = besides.recycling.as_ref().map_or(0, |it| it.cache_bytes);
         // What the guest does not have free, it uses; of that it may never have touched some.

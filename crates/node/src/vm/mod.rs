@@ -33,7 +33,7 @@ mod kernel;
 pub mod merger;
 mod qemu;
 pub mod qmp;
-mod ram;
+pub mod ram;
 pub mod recycler;
 mod run;
 

@@ -14,7 +14,7 @@ const ALIGN: u64 = 2 << 20;
 
 /// A guest's memory in a process.
 #[derive(Debug)]
-pub(super) struct Ram {
+pub struct Ram {
     /// Of the process, in `/proc`.
     dir: PathBuf,
     pagemap: File,
@@ -27,7 +27,7 @@ impl Ram {
     ///
     /// # Errors
     /// Those of reading `/proc/PID`; `NotFound` if the process has no such mapping.
-    pub(super) fn find(proc: &Path, pid: u32, bytes: u64) -> io::Result<Self> {
+    pub fn find(proc: &Path, pid: u32, bytes: u64) -> io::Result<Self> {
         let dir = proc.join(pid.to_string());
         let maps = kernel_text::read(&dir.join("maps"))?;
         let addresses = find_in(&maps, bytes).ok_or_else(|| {
@@ -41,7 +41,7 @@ impl Ram {
     ///
     /// # Errors
     /// Those of [`scan`].
-    pub(super) fn resident(&self) -> io::Result<Resident> {
+    pub fn resident(&self) -> io::Result<Resident> {
         // The kernel's page of zeros takes nothing.
         let query = Query {
             mask: category::PRESENT,
@@ -66,7 +66,7 @@ impl Ram {
     ///
     /// # Errors
     /// Those of reading `/proc/PID/maps` and of [`scan`].
-    pub(super) fn merged(&self) -> io::Result<u64> {
+    pub fn merged(&self) -> io::Result<u64> {
         let maps = kernel_text::read(&self.dir.join("maps"))?;
         let pools = maps.lines().filter_map(mapping).filter(|it| is_pool(it.name));
         // A page that was written to is the process's own.
@@ -84,7 +84,7 @@ impl Ram {
     ///
     /// # Errors
     /// Those of [`scan`].
-    pub(super) fn zeros(&self) -> io::Result<u64> {
+    pub fn zeros(&self) -> io::Result<u64> {
         let query = Query { mask: category::PRESENT | category::ZERO, ..Query::default() };
         let mut bytes = 0;
         let count = |region: Region| bytes += region.end - region.start;
@@ -95,11 +95,18 @@ impl Ram {
 
 /// What the host holds of a guest's memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Resident {
+pub struct Resident {
     /// In bytes.
-    pub(super) bytes: u64,
+    pub bytes: u64,
     /// Of these, in pages of files.
-    pub(super) of_files: u64,
+    pub of_files: u64,
+}
+
+impl Resident {
+    /// Bytes that no other process has.
+    pub fn private(self) -> u64 {
+        self.bytes - self.of_files
+    }
 }
 
 /// A line of `/proc/PID/maps`.

@@ -6,6 +6,8 @@ use std::time::Duration;
 /// Bounds of recycling.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Policy {
+    /// From one sample of a guest to the next.
+    pub period: Duration,
     /// Free memory that each guest keeps, in bytes.
     pub reserve: u64,
     /// A pulse takes at most so many bytes.
@@ -16,7 +18,8 @@ pub struct Policy {
 
 impl Default for Policy {
     fn default() -> Self {
-        Self { reserve: 32 << 20, pulse_max: 1 << 30, share: 0.05 }
+        let period = Duration::from_secs(1);
+        Self { period, reserve: 32 << 20, pulse_max: 1 << 30, share: 0.05 }
     }
 }
 
@@ -86,6 +89,11 @@ impl Controller {
             pulsed: None,
             waiting: Waiting::default(),
         }
+    }
+
+    /// From one sample to the next.
+    pub(super) fn period(&self) -> Duration {
+        self.policy.period
     }
 
     /// Bytes that the guest has free and the host still holds, at least: some of what the guest

@@ -33,8 +33,6 @@ use super::qemu;
 use super::ram::{Ram, anonymous};
 use crate::run_dir::RunDir;
 
-/// From one sample of a guest to the next.
-const SAMPLE: Duration = Duration::from_secs(1);
 /// From one look at a balloon that changes to the next.
 const STEP: Duration = Duration::from_millis(50);
 /// A balloon that has not grown for so long has all that it gets.
@@ -262,7 +260,7 @@ impl Guest {
     ) -> io::Result<Self> {
         let ram = Ram::find(proc, pid, memory)?;
         let resident = ram.resident()?;
-        let private = resident.bytes - resident.of_files;
+        let private = resident.private();
         let emulator = anonymous(proc, pid)?.saturating_sub(private);
         let refusal = match refusal(proc, pid)? {
             None => balloon.refusal()?,
@@ -293,7 +291,7 @@ impl Guest {
     /// What the host holds of it in private pages.
     fn private(&mut self, proc: &Path) -> io::Result<u64> {
         let resident = self.ram.resident()?;
-        let private = resident.bytes - resident.of_files;
+        let private = resident.private();
         self.emulator = anonymous(proc, self.pid)?.saturating_sub(private);
         Ok(private)
     }
@@ -328,7 +326,7 @@ impl Guest {
                     self.recycling.returned_bytes += self.before.saturating_sub(private);
                     self.controller.pulsed(now, private);
                     self.phase = Phase::Idle;
-                    self.due = now + SAMPLE / 4;
+                    self.due = now + self.controller.period() / 4;
                 } else if now >= began + DEFLATE_MAX {
                     self.balloon.set(self.memory)?;
                     self.phase = Phase::Deflating { began: now };
@@ -339,7 +337,7 @@ impl Guest {
     }
 
     fn sample(&mut self, proc: &Path, now: Duration, pressure: Pressure) -> io::Result<()> {
-        self.due = now + SAMPLE;
+        self.due = now + self.controller.period();
         let Some(guest) = self.balloon.guest()? else { return Ok(()) };
         let estimated = anonymous(proc, self.pid)?.saturating_sub(self.emulator);
         let sample =

@@ -1,0 +1,63 @@
+//! The kernel's samepage merging, as benchmarks set and read it.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+
+const DIR: &str = "/sys/kernel/mm/ksm";
+
+/// Fails if somebody uses it.
+pub(crate) fn ensure_unused() -> Result<()> {
+    ensure!(figure("run")? == 0, "somebody uses KSM: {DIR}/run is not 0");
+    Ok(())
+}
+
+pub(crate) fn figure(name: &str) -> Result<u64> {
+    let path = format!("{DIR}/{name}");
+    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+    text.trim().parse().with_context(|| path)
+}
+
+/// Pages that it saves now.
+pub(crate) fn saved_pages() -> Result<u64> {
+    Ok(figure("pages_sharing")? + figure("ksm_zero_pages").unwrap_or(0))
+}
+
+/// Bytes that it saves now.
+pub(crate) fn saved_bytes() -> Result<u64> {
+    Ok(saved_pages()? * 4096)
+}
+
+fn set(name: &str, value: u64) -> Result<()> {
+    let path = format!("{DIR}/{name}");
+    fs::write(&path, value.to_string()).with_context(|| path)
+}
+
+/// KSM at work. When this is dropped its settings are as before, and what it has merged is unmerged.
+pub(crate) struct Ksm(Vec<(&'static str, u64)>);
+
+impl Ksm {
+    /// Starts it, zeros included; as fast as it can if `fast`, else as the kernel has it.
+    pub(crate) fn start(fast: bool) -> Result<Self> {
+        let names = ["pages_to_scan", "sleep_millisecs", "use_zero_pages"];
+        let before = names.iter().map(|name| Ok((*name, figure(name)?)));
+        let ksm = Self(before.collect::<Result<_>>()?);
+        if fast {
+            set("pages_to_scan", 1_000_000)?;
+            set("sleep_millisecs", 0)?;
+        }
+        set("use_zero_pages", 1)?;
+        set("run", 1)?;
+        Ok(ksm)
+    }
+}
+
+impl Drop for Ksm {
+    fn drop(&mut self) {
+        let _ = set("run", 2);
+        for (name, value) in &self.0 {
+            let _ = set(name, *value);
+        }
+        let _ = set("run", 0);
+    }
+}
