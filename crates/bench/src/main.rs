@@ -63,6 +63,7 @@ enum Command {
     DaemonMemory(daemon_memory::Args),
     Merge(merge::Args),
     VmDensity(machines::density::Args),
+    VmImage(machines::image::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Reader(reader::Args),
@@ -131,6 +132,10 @@ fn run(command: Command) -> Outcome {
         Command::VmDensity(args) => {
             needs_root("vm-density", "it starts virtual machines and sets KSM")?;
             machines::density::run(&args)
+        }
+        Command::VmImage(args) => {
+            needs_root("vm-image", "it starts virtual machines and drops caches")?;
+            machines::image::run(&args)
         }
         Command::MergeWorker(args) => merge::worker::run(&args).map(|()| Exit::Ok),
         Command::DensityWorker(args) => density::worker::run(&args).map(|()| Exit::Ok),

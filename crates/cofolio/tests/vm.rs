@@ -10,10 +10,11 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
 use cofolio_guest::Message;
 use cofolio_node::vm::qmp::Qmp;
-use common::machine::{import_box, until};
+use common::machine::{import_box, until_within};
 use common::{Killed, Ran, Sandbox, cofolio, program, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -76,6 +77,12 @@ impl Host {
             assert_eq!(left, Vec::<PathBuf>::new());
         }
     }
+}
+
+/// Waits for something that a guest does: its processor is emulated, and the machine may be busy.
+#[track_caller]
+fn until<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
+    until_within(Duration::from_secs(180), what, look)
 }
 
 /// Where guests can be started; says why not.

@@ -3,14 +3,15 @@
 use std::convert::Infallible;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cofolio_guest::{CHANNEL_PORT, MODULES_DIR, Message, MessageError, Start, Upper};
+use cofolio_guest::kernel::{During, Result, kernel_filesystems, load_modules, say};
+use cofolio_guest::{CHANNEL_PORT, Message, MessageError, Start, Upper};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, chroot, kill_process, wait};
-use rustix::system::{RebootCommand, finit_module, reboot, sethostname};
+use rustix::system::{RebootCommand, reboot, sethostname};
 
 use crate::{devices, workload};
 
@@ -19,19 +20,6 @@ const DEVICE_SECONDS_MAX: u64 = 60;
 /// Where the image is mounted, and then its overlay.
 const IMAGE: &str = "/image";
 const ROOT: &str = "/root";
-
-type Result<T, E = String> = std::result::Result<T, E>;
-
-/// Names what failed.
-trait During<T> {
-    fn during(self, what: impl std::fmt::Display) -> Result<T>;
-}
-
-impl<T, E: std::fmt::Display> During<T> for Result<T, E> {
-    fn during(self, what: impl std::fmt::Display) -> Result<T> {
-        self.map_err(|error| format!("{what}: {error}"))
-    }
-}
 
 /// Runs the guest, and switches it off.
 pub(crate) fn run() -> ! {
@@ -59,6 +47,7 @@ pub(crate) fn run() -> ! {
 /// Until the program of the image has ended; its status.
 fn start(channel: &mut Option<File>) -> Result<u8> {
     kernel_filesystems(Path::new("/"))?;
+    say_free_memory();
     load_modules()?;
     let channel = channel.insert(open_channel()?);
     let start = receive(channel)?;
@@ -72,6 +61,14 @@ fn start(channel: &mut Option<File>) -> Result<u8> {
     Ok(wait_for(first))
 }
 
+/// Says in the kernel's log what was free before the image had taken anything.
+fn say_free_memory() {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    if let Some(free) = text.lines().find_map(|line| line.strip_prefix("MemFree:")) {
+        say(&format!("{} free before the image comes", free.trim()));
+    }
+}
+
 /// What the host wants to be started. It may not be connected yet.
 fn receive(channel: &mut File) -> Result<Start> {
     wait_until("what to start", || match Message::read(channel) {
@@ -80,36 +77,6 @@ fn receive(channel: &mut File) -> Result<Start> {
         Err(MessageError::Closed) => None,
         Err(error) => Some(Err(error.to_string())),
     })?
-}
-
-/// `/dev`, `/proc` and `/sys` of the initramfs; `/proc/mounts` and devices are needed there.
-fn kernel_filesystems(root: &Path) -> Result<()> {
-    let none = MountFlags::empty();
-    let private = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-    for (kind, path, flags) in
-        [("devtmpfs", "dev", none), ("proc", "proc", private), ("sysfs", "sys", private)]
-    {
-        let path = root.join(path);
-        fs::create_dir_all(&path).during(path.display())?;
-        mount(kind, &path, kind, flags, None).during(path.display())?;
-    }
-    Ok(())
-}
-
-/// Loads the modules of the initramfs, in the order of their names.
-fn load_modules() -> Result<()> {
-    let Ok(entries) = fs::read_dir(MODULES_DIR) else { return Ok(()) };
-    let mut paths: Vec<PathBuf> = entries.filter_map(|it| Some(it.ok()?.path())).collect();
-    paths.sort();
-    for path in paths {
-        let file = File::open(&path).during(path.display())?;
-        match finit_module(&file, c"", 0) {
-            Err(rustix::io::Errno::EXIST) => {}
-            other => other.during(format_args!("kernel module {}", path.display()))?,
-        }
-        fs::remove_file(&path).during(path.display())?;
-    }
-    Ok(())
 }
 
 /// Waits until something is there.

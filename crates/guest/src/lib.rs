@@ -13,6 +13,7 @@
 //! and one that cannot be read ends the channel.
 
 pub mod accounts;
+pub mod kernel;
 pub mod message;
 pub mod start;
 

@@ -84,7 +84,8 @@ impl Message {
 
 fn read(reader: &mut impl Read, bytes: &mut [u8]) -> Result<(), MessageError> {
     reader.read_exact(bytes).map_err(|error| match error.kind() {
-        io::ErrorKind::UnexpectedEof => MessageError::Closed,
+        // Of a socket whose other side went without having read all.
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => MessageError::Closed,
         _ => MessageError::Io(error),
     })
 }

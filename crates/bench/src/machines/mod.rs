@@ -1,6 +1,7 @@
 //! Virtual machines of benchmarks, as users start them: with `cofolio vm run`.
 
 pub(crate) mod density;
+pub(crate) mod image;
 
 use std::ffi::OsStr;
 use std::fs::{self, File};

@@ -149,13 +149,22 @@ pub(crate) fn contains(text: &[u8], part: &[u8]) -> bool {
 
 /// Waits for something that another process does.
 #[track_caller]
-pub(crate) fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+pub(crate) fn until<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
+    until_within(Duration::from_secs(30), what, look)
+}
+
+#[track_caller]
+pub(crate) fn until_within<T>(
+    most: Duration,
+    what: &str,
+    mut look: impl FnMut() -> Option<T>,
+) -> T {
     let start = Instant::now();
     loop {
         if let Some(found) = look() {
             return found;
         }
-        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
+        assert!(start.elapsed() < most, "{what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

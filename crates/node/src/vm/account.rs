@@ -179,6 +179,16 @@ impl Known {
     }
 }
 
+/// Files of the image that a VMM has mapped.
+///
+/// # Errors
+/// Those of reading `/proc/PID/maps`.
+pub fn mapped_image_files(proc: &Path, pid: u32) -> io::Result<Vec<PathBuf>> {
+    let maps = kernel_text::read(&proc.join(pid.to_string()).join("maps"))?;
+    let names = maps.lines().filter_map(mapping).map(|it| it.name);
+    Ok(names.filter(|name| is_of_image(name)).map(PathBuf::from).collect())
+}
+
 /// Whether a file is a pack or a segment.
 fn is_of_image(path: &str) -> bool {
     path.ends_with(".segment") || path.ends_with(".dax")

@@ -23,7 +23,7 @@ const GUEST_BYTES_MAX: u64 = 64 << 20;
 ///
 /// # Errors
 /// [`VmError::Kernel`], [`VmError::Guest`], [`VmError::Mount`].
-pub(super) fn initramfs(
+pub fn initramfs(
     dir: &Path,
     kernel: &Kernel,
     guest: &Path,

@@ -48,6 +48,7 @@ use serde::{Deserialize, Serialize};
 
 use self::error::Result;
 pub use self::error::VmError;
+pub use self::initramfs::initramfs;
 pub use self::kernel::Kernel;
 pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};

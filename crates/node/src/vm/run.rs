@@ -27,8 +27,9 @@ use crate::run_dir::running::{OUTPUT_BYTES_MAX, claim, is_name, write_file};
 
 /// Words for the kernel. What a pulse of the balloon takes, `init_on_alloc` would touch again; pages are
 /// reported to the host one by one. Devices of memory lie above 4 GiB, and for memory there the kernel
-/// would reserve 64 MiB of bounce buffers, which virtio does not use.
-const KERNEL_WORDS: &str = "console=hvc0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce \
+/// would reserve 64 MiB of bounce buffers, which virtio does not use. On a busy host an emulated timer can
+/// be too late for the kernel's check of it, which ends in a panic.
+const KERNEL_WORDS: &str = "console=hvc0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce no_timer_check \
     page_reporting.page_reporting_order=0";
 /// How long a guest may take to run the image's program. An emulated processor is slow.
 const START_SECONDS_MAX: u64 = 300;
