@@ -4,20 +4,16 @@
 
 mod common;
 
-use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use common::daemon::{Daemon, request};
+use common::terminal::Session;
 use common::{Killed, Sandbox, can_mount, cofolio, run_with_input};
 use rustix::process::{Pid, Signal, kill_process};
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 
 /// Against hanging only.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -125,99 +121,14 @@ fn text_and_json_with_and_without_a_daemon() {
     sandbox.run(&["top", "--period", "0"]).fails_with(2);
 }
 
-/// The program on a pseudo-terminal of its own.
-struct Session {
-    child: Killed,
-    /// Where it reads keys, and where we write them.
-    master: File,
-    slave: OwnedFd,
-    output: Receiver<Vec<u8>>,
-    seen: String,
-}
-
-impl Session {
-    /// The program, and both ends of its terminal.
-    fn open(sandbox: &Sandbox, args: &[&str]) -> (Killed, File, OwnedFd) {
-        let master =
-            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
-        grantpt(&master).unwrap();
-        unlockpt(&master).unwrap();
-        let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
-        let slave = File::options().read(true).write(true).open(name).unwrap();
-        let size = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
-        tcsetwinsize(&slave, size).unwrap();
-        // Its controlling terminal is this one, and not the one that the tests run on.
-        let mut command = sandbox.command_of(Path::new("setsid"), &["--ctty"]);
-        command.arg(cofolio()).arg("top").args(args).env("TERM", "xterm");
-        command.stdin(slave.try_clone().unwrap());
-        command.stdout(slave.try_clone().unwrap()).stderr(slave.try_clone().unwrap());
-        (Killed::start(&mut command), master.into(), slave.into())
-    }
-
-    fn start(sandbox: &Sandbox, args: &[&str]) -> Self {
-        let (child, master, slave) = Self::open(sandbox, args);
-        let (sender, output) = mpsc::channel();
-        let mut reader = master.try_clone().unwrap();
-        std::thread::spawn(move || {
-            let mut buffer = [0; 4096];
-            while let Ok(count @ 1..) = reader.read(&mut buffer) {
-                if sender.send(buffer[..count].to_vec()).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { child, master, slave, output, seen: String::new() }
-    }
-
-    fn press(&mut self, keys: &str) {
-        self.seen.clear();
-        self.master.write_all(keys.as_bytes()).unwrap();
-    }
-
-    /// Waits until this text has been drawn since the last keys.
-    #[track_caller]
-    fn sees(&mut self, text: &str) {
-        let began = Instant::now();
-        while !self.seen.contains(text) {
-            assert!(began.elapsed() < WATCHDOG, "no {text:?} in {:?}", self.seen);
-            if let Ok(bytes) = self.output.recv_timeout(Duration::from_millis(100)) {
-                self.seen.push_str(&String::from_utf8_lossy(&bytes));
-            }
-        }
-    }
-
-    /// Presses the keys again and again until this text has been drawn.
-    #[track_caller]
-    fn press_until(&mut self, keys: &str, text: &str) {
-        let began = Instant::now();
-        self.seen.clear();
-        while !self.seen.contains(text) {
-            assert!(began.elapsed() < WATCHDOG, "no {text:?} in {:?}", self.seen);
-            self.master.write_all(keys.as_bytes()).unwrap();
-            std::thread::sleep(Duration::from_millis(300));
-            let drawn = self.output.try_iter().flatten().collect::<Vec<u8>>();
-            self.seen.push_str(&String::from_utf8_lossy(&drawn));
-        }
-    }
-
-    /// Waits for its end; gives the exit code, once the terminal is as it was.
-    #[track_caller]
-    fn ends(mut self) -> Option<i32> {
-        let began = Instant::now();
-        let status = loop {
-            match self.child.0.try_wait().unwrap() {
-                Some(status) => break status,
-                None => assert!(began.elapsed() < WATCHDOG, "it does not end"),
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        };
-        // It left the other screen and shows the cursor again.
-        self.sees("\u{1b}[?1049l");
-        assert!(self.seen.contains("\u{1b}[?25h"), "{:?}", self.seen);
-        let modes = tcgetattr(&self.slave).unwrap().local_modes;
-        assert!(modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG));
-        status.code()
-    }
+/// Waits for its end, which gives the terminal back as it was; the exit code.
+#[track_caller]
+fn ends(mut session: Session) -> Option<i32> {
+    let code = session.ends();
+    // It left the other screen and shows the cursor again.
+    session.sees("\u{1b}[?1049l");
+    assert!(session.seen.contains("\u{1b}[?25h"), "{:?}", session.seen);
+    code
 }
 
 #[test]
@@ -228,7 +139,7 @@ fn keys_on_a_terminal() {
     let sandbox = Sandbox::new();
     let file = mounted_image(&sandbox);
     let walk = |where_from: &str| {
-        let mut session = Session::start(&sandbox, &["--period", "1"]);
+        let mut session = Session::start(&sandbox, &["top", "--period", "1"]);
         session.sees("tree:1");
         assert!(session.seen.contains("\u{1b}[?1049h") && session.seen.contains(where_from));
         session.press("\r");
@@ -252,7 +163,7 @@ fn keys_on_a_terminal() {
     let _reader = reader(&file);
     session.press_until("\r", "tree:1");
     session.press("q");
-    assert_eq!(session.ends(), Some(0));
+    assert_eq!(ends(session), Some(0));
 
     let daemon = daemon(&sandbox);
     let mut session = walk("figures of the daemon");
@@ -260,14 +171,14 @@ fn keys_on_a_terminal() {
     drop(daemon);
     session.sees("error: ");
     session.press("\u{3}");
-    assert_eq!(session.ends(), Some(0));
+    assert_eq!(ends(session), Some(0));
 
     for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
-        let mut session = Session::start(&sandbox, &[]);
+        let mut session = Session::start(&sandbox, &["top"]);
         session.sees("tree:1");
         session.seen.clear();
         kill_process(Pid::from_child(&session.child.0), signal).unwrap();
-        assert_eq!(session.ends(), Some(130), "{signal:?}");
+        assert_eq!(ends(session), Some(130), "{signal:?}");
     }
 }
 
@@ -281,7 +192,7 @@ fn it_ends_with_its_terminal() {
     let sandbox = Sandbox::new();
     sandbox.import_tree("tree:1");
     for last in ["", "\u{1b}["] {
-        let (mut child, mut master, _slave) = Session::open(&sandbox, &["--period", "1"]);
+        let (mut child, mut master, _slave) = Session::open(&sandbox, &["top", "--period", "1"]);
         let (mut seen, mut buffer) = (Vec::new(), [0; 4096]);
         while !String::from_utf8_lossy(&seen).contains("tree:1") {
             let count = master.read(&mut buffer).unwrap();
@@ -309,7 +220,7 @@ fn one_look_in_a_period() {
         counts.map(|it| it.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap()).sum::<u64>()
     };
     let before = requests();
-    let mut session = Session::start(&sandbox, &["--period", "3600"]);
+    let mut session = Session::start(&sandbox, &["top", "--period", "3600"]);
     session.sees("tree:1");
     for _ in 0..5 {
         session.press("\t");
@@ -318,7 +229,7 @@ fn one_look_in_a_period() {
         session.sees("tree:1");
     }
     session.press("q");
-    assert_eq!(session.ends(), Some(0));
+    assert_eq!(ends(session), Some(0));
     // Version, report, and the request for the metrics before.
     assert_eq!(requests() - before, 3);
 }
@@ -333,7 +244,7 @@ fn colors_on_a_terminal() {
     sandbox.import_tree("tree:1");
     for (when, has_color) in [("always", true), ("never", false)] {
         let daemon = daemon(&sandbox);
-        let mut session = Session::start(&sandbox, &["--color", when, "--period", "1"]);
+        let mut session = Session::start(&sandbox, &["top", "--color", when, "--period", "1"]);
         session.sees("tree:1");
         session.seen.clear();
         drop(daemon);
@@ -343,7 +254,7 @@ fn colors_on_a_terminal() {
             has_color
         );
         session.press("q");
-        assert_eq!(session.ends(), Some(0));
+        assert_eq!(ends(session), Some(0));
     }
 }
 

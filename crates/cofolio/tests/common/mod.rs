@@ -4,6 +4,7 @@
 pub(crate) mod daemon;
 pub(crate) mod machine;
 pub(crate) mod registry;
+pub(crate) mod terminal;
 #[path = "../../../store/tests/common/volume.rs"]
 pub(crate) mod volume;
 
