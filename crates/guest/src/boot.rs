@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use cofolio_guest::kernel::{During, Result, kernel_filesystems, load_modules, say};
 use cofolio_guest::{CHANNEL_PORT, Message, MessageError, Start, Upper};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
-use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, chroot, kill_process, wait};
+use rustix::process::{Pid, Signal, chroot, kill_process};
 use rustix::system::{RebootCommand, reboot, sethostname};
 
-use crate::{devices, workload};
+use crate::{children, devices, exec, workload};
 
 /// How long drivers may take to find a device. An emulated processor is slow.
 const DEVICE_SECONDS_MAX: u64 = 60;
@@ -54,11 +54,13 @@ fn start(channel: &mut Option<File>) -> Result<u8> {
     sethostname(start.hostname.as_bytes()).during("host name")?;
     mount_image(&start)?;
     enter_root()?;
+    // Before a program can mount something over `/dev`.
+    exec::begin(start.process.clone()).during("listening for `vm exec`")?;
     let first = workload::start(&start).during(start.process.command.join(" "))?;
     let commands = channel.try_clone().during("channel")?;
     Message::Started.write(channel).during("channel")?;
     thread::spawn(move || obey(commands, first));
-    Ok(wait_for(first))
+    Ok(children::reap_until(first))
 }
 
 /// Says in the kernel's log what was free before the image had taken anything.
@@ -197,21 +199,4 @@ fn obey(mut channel: File, first: Pid) -> Option<Infallible> {
             Err(_) => thread::sleep(Duration::from_millis(500)),
         }
     }
-}
-
-/// Reaps processes until the first one has ended.
-fn wait_for(first: Pid) -> u8 {
-    loop {
-        match wait(WaitOptions::empty()) {
-            Ok(Some((pid, status))) if pid == first => return status_of(status),
-            Ok(_) => {}
-            Err(_) => thread::sleep(Duration::from_millis(100)),
-        }
-    }
-}
-
-fn status_of(status: WaitStatus) -> u8 {
-    let signal = status.terminating_signal().map(|signal| 128 + signal);
-    let status = signal.or(status.exit_status()).unwrap_or(255);
-    u8::try_from(status).unwrap_or(255)
 }

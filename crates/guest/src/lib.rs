@@ -5,6 +5,7 @@
 //! initramfs   /init          this program, linked statically
 //!             /modules/NN    kernel modules, in the order in which they are loaded
 //! channel     a stream of [`Message`]s in both directions; the host's first one has a [`Start`]
+//! exec ports  one for each process that `vm exec` starts: a stream of [`Frame`](frame::Frame)s
 //! ```
 //!
 //! Guests of one kernel have the same initramfs, so that the host has it in memory once.
@@ -13,14 +14,17 @@
 //! and one that cannot be read ends the channel.
 
 pub mod accounts;
+pub mod frame;
 pub mod kernel;
 pub mod message;
 pub mod start;
 
 pub use message::{Message, MessageError};
-pub use start::{Device, Process, Start, Upper};
+pub use start::{Device, Exec, Process, Start, Upper};
 
 /// Directory of the initramfs with the kernel modules.
 pub const MODULES_DIR: &str = "/modules";
 /// Name of the virtio port that is the channel.
 pub const CHANNEL_PORT: &str = "cofolio.channel";
+/// What the names of virtio ports for `vm exec` begin with. The rest is random.
+pub const EXEC_PORT: &str = "cofolio.exec.";

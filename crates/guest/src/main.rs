@@ -1,7 +1,9 @@
 //! The first process of a guest: mounts the image, runs its program, and ends the guest with it.
 
 mod boot;
+mod children;
 mod devices;
+mod exec;
 mod workload;
 
 use std::process::ExitCode;

@@ -56,3 +56,31 @@ pub struct Process {
     /// Rows and columns of its terminal; none if it has no input.
     pub terminal: Option<(u16, u16)>,
 }
+
+/// A process that is started beside the guest's own: what it does not say is as for that one.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exec {
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Added to the environment, as `NAME=value`.
+    pub env: Vec<String>,
+    /// Working directory.
+    pub cwd: Option<String>,
+    /// `user[:group]`, each a name or a number.
+    pub user: Option<String>,
+    /// Rows and columns of the terminal that it gets.
+    pub terminal: Option<(u16, u16)>,
+}
+
+impl Exec {
+    /// The process, beside `own`.
+    pub fn beside(self, own: &Process) -> Process {
+        Process {
+            command: self.command,
+            env: [own.env.clone(), self.env].concat(),
+            cwd: self.cwd.unwrap_or_else(|| own.cwd.clone()),
+            user: self.user.unwrap_or_else(|| own.user.clone()),
+            terminal: self.terminal,
+        }
+    }
+}

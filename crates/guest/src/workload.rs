@@ -1,17 +1,18 @@
-//! The program of the image.
+//! Processes of the image: its program, and those that `vm exec` starts.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use cofolio_guest::accounts::{find_user, home_of};
 use cofolio_guest::{Process, Start};
-use rustix::fs::{Gid, Uid};
+use rustix::fs::{FileType, Gid, Uid, fchown, fstat};
 use rustix::process::{Pid, ioctl_tiocsctty, setsid};
 use rustix::termios::{
-    LocalModes, OptionalActions, OutputModes, Winsize, tcgetattr, tcsetattr, tcsetwinsize,
+    LocalModes, OptionalActions, OutputModes, Winsize, isatty, tcgetattr, tcsetattr, tcsetwinsize,
 };
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
@@ -32,9 +33,7 @@ pub(crate) fn start(start: &Start) -> io::Result<Pid> {
     let console = Path::new("/dev").join(&start.console);
     let console = File::options().read(true).write(true).open(console)?;
     set_up_terminal(&console, start.process.terminal)?;
-    // Its own file is gone from the initramfs.
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0(NAME).env_clear().env(PROCESS, serde_json::to_string(&start.process)?);
+    let mut command = command(&start.process)?;
     command.stdin(match start.process.terminal {
         Some(_) => Stdio::from(console.try_clone()?),
         None => Stdio::null(),
@@ -42,6 +41,14 @@ pub(crate) fn start(start: &Start) -> io::Result<Pid> {
     command.stdout(console.try_clone()?).stderr(console);
     let child = command.spawn()?;
     i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::Other.into())
+}
+
+/// This program again, which becomes a process of the image.
+pub(crate) fn command(process: &Process) -> io::Result<Command> {
+    // Its own file is gone from the initramfs.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0(NAME).env_clear().env(PROCESS, serde_json::to_string(process)?);
+    Ok(command)
 }
 
 /// Without input the console is a log: nothing is echoed, and lines end as the program ends them.
@@ -95,6 +102,13 @@ fn become_process(process: &Process) -> io::Error {
         command.envs(process.env.iter().filter_map(|entry| entry.split_once('=')));
         let groups: Vec<_> = user.additional_gids.into_iter().map(Gid::from_raw).collect();
         let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+        // As runc does it: programs open `/dev/stdout` and their terminal by name.
+        for fd in [io::stdin().as_fd(), io::stdout().as_fd(), io::stderr().as_fd()] {
+            let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
+            if kind == FileType::Fifo || isatty(fd) {
+                fchown(fd, Some(uid), None)?;
+            }
+        }
         set_thread_groups(&groups)?;
         set_thread_res_gid(gid, gid, gid)?;
         set_thread_res_uid(uid, uid, uid)?;
@@ -115,7 +129,7 @@ fn find_program(program: &str, env: &[String]) -> io::Result<PathBuf> {
     if program.contains('/') {
         return Ok(program.into());
     }
-    let path = env.iter().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or_default();
+    let path = env.iter().rev().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or_default();
     let found = path.split(':').map(|dir| Path::new(dir).join(program)).find(|it| it.is_file());
     let missing = || io::Error::new(io::ErrorKind::NotFound, format!("no `{program}` in {path}"));
     found.ok_or_else(missing)

@@ -110,7 +110,8 @@ impl ProcessArgs {
     }
 }
 
-fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
+/// The values of --env.
+pub(crate) fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
     let mut env = Vec::with_capacity(entries.len());
     for entry in entries {
         match entry.split_once('=') {

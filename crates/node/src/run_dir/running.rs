@@ -46,13 +46,17 @@ pub(crate) fn new_name(image: &str) -> String {
     let plain = last.chars().filter(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'));
     let plain: String = plain.take(40).collect();
     let plain = plain.trim_start_matches(['_', '-']);
-    let mut bytes = [0u8; 4];
-    let random = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    let number = match random {
-        Ok(_) => u32::from_ne_bytes(bytes),
-        Err(_) => std::process::id(),
-    };
-    format!("{}-{:06x}", if plain.is_empty() { "box" } else { plain }, number & 0xFF_FFFF)
+    let number = random_number() & 0xFF_FFFF;
+    format!("{}-{number:06x}", if plain.is_empty() { "box" } else { plain })
+}
+
+/// A random number, or where there is none the number of this process.
+pub(crate) fn random_number() -> u64 {
+    let mut bytes = [0; 8];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(_) => u64::from_ne_bytes(bytes),
+        Err(_) => std::process::id().into(),
+    }
 }
 
 /// Makes a directory in `all`, with the wanted name or one made of `label`, and locks it: its name,

@@ -57,6 +57,17 @@ pub enum VmError {
     /// None has the name.
     #[error("no virtual machine `{0}`")]
     NotFound(String),
+    /// It has ended.
+    #[error("virtual machine `{0}` has ended")]
+    NotRunning(String),
+    /// A process could not be started in it.
+    #[error("virtual machine `{name}`: starting a process")]
+    Exec {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
     /// It did not end, not even of SIGKILL.
     #[error("virtual machine `{0}` does not end")]
     StillRunning(String),

@@ -12,7 +12,8 @@
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
 //!   pid                       of the VMM, written by it
-//!   qmp, recycle              sockets of its control protocol: for others, and for the recycler
+//!   qmp, recycle, exec        sockets of its control protocol: for others, for the recycler, and for
+//!                             whoever starts a process in it (see `exec`)
 //!   merge                     socket of the shim in the VMM's process (see `merger`)
 //!   control                   socket of the process that waits: takes messages for the guest
 //!   vmm.log                   what the VMM complains of
@@ -27,6 +28,7 @@
 
 pub mod account;
 mod error;
+pub mod exec;
 mod image;
 mod initramfs;
 mod kernel;

@@ -1,9 +1,12 @@
 //! QEMU's control protocol (docs/interop/qmp-spec.rst): a JSON document a line.
 
-use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{self, BufRead as _, BufReader, IoSlice, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 
 /// Longest answer, in bytes.
@@ -42,6 +45,25 @@ impl Qmp {
     pub fn call(&mut self, command: &str, arguments: Value) -> io::Result<Value> {
         let call = json!({ "execute": command, "arguments": arguments });
         self.reader.get_mut().write_all(format!("{call}\n").as_bytes())?;
+        self.answer(command)
+    }
+
+    /// Passes a descriptor to QEMU, under this name. Fails like [`Qmp::call`].
+    pub fn pass(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let call = json!({ "execute": "getfd", "arguments": { "fdname": name } });
+        let call = format!("{call}\n");
+        let fds = [fd];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let socket = self.reader.get_mut();
+        let bytes = [IoSlice::new(call.as_bytes())];
+        let sent = sendmsg(&*socket, &bytes, &mut control, SendFlags::NOSIGNAL)?;
+        socket.write_all(&call.as_bytes()[sent..])?;
+        self.answer("getfd").map(drop)
+    }
+
+    fn answer(&mut self, command: &str) -> io::Result<Value> {
         loop {
             let mut answer = self.read()?;
             if let Some(value) = answer.get_mut("return") {

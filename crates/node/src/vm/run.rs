@@ -181,7 +181,7 @@ impl Machines<'_> {
         write_file(&path, &text)?;
 
         let control = qemu::listen(dir, "control").at("listening at", dir.join("control"))?;
-        let monitors = ["qmp", "recycle"].map(|name| {
+        let monitors = ["qmp", "recycle", "exec"].map(|name| {
             let listener = qemu::listen(dir, name).at("listening at", dir.join(name))?;
             Ok::<_, VmError>(OwnedFd::from(listener))
         });

@@ -1,6 +1,8 @@
+mod exec;
 mod list;
 mod run;
 mod stop;
+mod terminal;
 mod top;
 
 use clap::Subcommand;
@@ -17,7 +19,8 @@ use crate::exit::{Ended, Exit};
 /// images. The program is the image's own.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio vm run redis:7.0.15 -- redis-server --version\n  \
-    cofolio vm run -d --name cache --memory 256M redis:7.0.15\n  cofolio vm ps\n  cofolio vm stop cache")]
+    cofolio vm run -d --name cache --memory 256M redis:7.0.15\n  cofolio vm exec cache -- redis-cli ping\n  cofolio vm ps\n  \
+    cofolio vm stop cache")]
 pub(crate) struct Args {
     #[command(subcommand)]
     action: Action,
@@ -27,6 +30,7 @@ pub(crate) struct Args {
 enum Action {
     Run(run::Args),
     Ps(list::Args),
+    Exec(exec::Args),
     Stop(stop::Args),
     Top(top::Args),
 }
@@ -35,6 +39,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     match &args.action {
         Action::Run(args) => run::run(args, context),
         Action::Ps(args) => list::run(args, context).map(Exit::into),
+        Action::Exec(args) => exec::run(args, context),
         Action::Stop(args) => stop::run(args, context).map(Exit::into),
         Action::Top(args) => top::run(args, context).map(Exit::into),
     }

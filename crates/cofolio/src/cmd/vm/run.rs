@@ -1,4 +1,4 @@
-use std::io::{IsTerminal as _, Write as _};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -11,13 +11,13 @@ use cofolio_node::size::Size;
 use cofolio_node::vm::{Accel, Finished, Kernel, Machines, Request, Running};
 use cofolio_store::task::Cancel;
 use rustix::process::Signal;
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
 use crate::cmd::bundle::{ProcessArgs, image_config};
 use crate::cmd::run::{Side, background, terminal_size};
+use crate::cmd::vm::terminal::RawTerminal;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
 use crate::trust::TrustArgs;
@@ -25,7 +25,7 @@ use crate::trust::TrustArgs;
 /// Exit status if the virtual machine could not be started, as for containers.
 const NOT_STARTED: u8 = 125;
 /// So many signals that ask for its end kill a machine.
-const PATIENCE: u32 = 3;
+pub(super) const PATIENCE: u32 = 3;
 
 /// Boot an image in a virtual machine, and run its program there
 ///
@@ -257,25 +257,4 @@ fn pass_on(mut signals: Signals, running: &Running, given_up: Cancel) -> anyhow:
         }
     })?;
     Ok(())
-}
-
-/// The terminal of standard input, which passes every key on; as it was when this is dropped.
-struct RawTerminal(Termios);
-
-impl RawTerminal {
-    /// `None` if standard input is no terminal.
-    fn begin() -> Option<Self> {
-        let stdin = std::io::stdin();
-        let before = tcgetattr(&stdin).ok().filter(|_| stdin.is_terminal())?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        tcsetattr(&stdin, OptionalActions::Now, &raw).ok()?;
-        Some(Self(before))
-    }
-}
-
-impl Drop for RawTerminal {
-    fn drop(&mut self) {
-        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0);
-    }
 }

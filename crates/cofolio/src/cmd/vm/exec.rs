@@ -1,0 +1,112 @@
+use std::io::IsTerminal as _;
+use std::os::fd::AsFd as _;
+
+use anyhow::Context as _;
+use cofolio_guest::Exec;
+use cofolio_guest::frame::Frame;
+use cofolio_node::vm::exec::ExecProcess;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
+use signal_hook::iterator::Signals;
+
+use crate::cmd::bundle::environment;
+use crate::cmd::run::terminal_size;
+use crate::cmd::vm::run::PATIENCE;
+use crate::cmd::vm::terminal::RawTerminal;
+use crate::context::Context;
+use crate::exit::{Ended, Exit, Fail};
+
+/// Start a process in a virtual machine that runs
+///
+/// It has the user, working directory and environment of the image's program, if the options do not
+/// say otherwise, and ends with the machine at the latest. Its output and error stay apart unless it
+/// has a terminal.
+///
+/// The exit status is the process's, or 128 and the number of the signal that ended it; 126 if its
+/// program cannot be executed, 127 if the program does not exist. Signals are passed on to the
+/// process and its group; the third one that asks for the end gives the process up. The process is
+/// killed if `vm exec` ends before it does.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio vm exec cache -- redis-cli ping\n  \
+    cofolio vm exec -it cache -- sh\n  \
+    tar -c data | cofolio vm exec -i -w /srv cache -- tar -x")]
+pub(crate) struct Args {
+    /// Name of the machine, as `vm ps` shows it
+    name: String,
+    /// Program and its arguments
+    #[arg(trailing_var_arg = true, required = true)]
+    command: Vec<String>,
+    /// Give it this process's standard input
+    #[arg(long, short)]
+    interactive: bool,
+    /// Give it a terminal; standard input must be one
+    #[arg(long, short)]
+    tty: bool,
+    /// Set or add to the environment; NAME alone takes the caller's value
+    #[arg(long, short, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// User to run as, by name or number
+    #[arg(long, short, value_name = "USER[:GROUP]")]
+    user: Option<String>,
+    /// Working directory
+    #[arg(long, short, value_name = "DIR")]
+    workdir: Option<String>,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    context.needs_root("starting a process in a virtual machine")?;
+    if args.tty && !std::io::stdin().is_terminal() {
+        return Err(Fail::usage("--tty: standard input is not a terminal").into());
+    }
+    let mut env = environment(&args.env)?;
+    if args.tty && !env.iter().any(|entry| entry.starts_with("TERM=")) {
+        env.push(format!("TERM={}", std::env::var("TERM").as_deref().unwrap_or("xterm")));
+    }
+    let exec = Exec {
+        command: args.command.clone(),
+        env,
+        cwd: args.workdir.clone(),
+        user: args.user.clone(),
+        terminal: args.tty.then(|| terminal_size().unwrap_or((24, 80))),
+    };
+    let domain = context.domain()?;
+    let mut session = super::machines(&domain, context)?.exec(&args.name, exec)?;
+    pass_on(session.process())?;
+    let terminal = if args.tty { RawTerminal::begin() } else { None };
+    let stdin = std::io::stdin();
+    let input = (args.interactive || args.tty).then(|| stdin.as_fd().try_clone_to_owned());
+    let (mut output, mut errors) = (std::io::stdout().lock(), std::io::stderr().lock());
+    let status = session.run(input.transpose()?, &mut output, &mut errors);
+    drop(terminal);
+    match status.context("passing the process's streams on")? {
+        Some(status) => Ok(Ended::Container(status)),
+        None => {
+            let what =
+                format!("virtual machine `{}` has ended, or the process was given up", args.name);
+            Err(Fail::new(Exit::Failure, what).into())
+        }
+    }
+}
+
+/// From now on signals go to the process, and the size of the terminal.
+fn pass_on(process: ExecProcess) -> anyhow::Result<()> {
+    let signals = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
+    let mut signals = Signals::new(signals).context("listening for signals")?;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        let mut asked = 0;
+        for signal in signals.forever() {
+            let frame = match (signal, terminal_size()) {
+                (SIGWINCH, Some((rows, columns))) => Frame::Size(rows, columns),
+                (SIGWINCH, None) => continue,
+                _ => Frame::Signal(u8::try_from(signal).unwrap_or_default()),
+            };
+            let _ = process.tell(&frame);
+            if [SIGHUP, SIGINT, SIGQUIT, SIGTERM].contains(&signal) {
+                asked += 1;
+            }
+            if asked >= PATIENCE {
+                process.give_up();
+            }
+        }
+    })?;
+    Ok(())
+}
