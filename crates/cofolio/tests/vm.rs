@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
 mod common;
+#[path = "vm/console.rs"]
+mod console;
 #[path = "vm/exec.rs"]
 mod exec;
 
@@ -206,6 +208,9 @@ fn killed_processes_leave_a_machine_that_can_be_removed() {
     waits.wait().unwrap();
     let guest = &host.guests()[0];
     assert_eq!(guest["state"], "unattended");
+    host.run(&["vm", "console", "one"])
+        .fails_with(7)
+        .refused("the `cofolio vm run` that started it");
     assert_eq!(host.run(&["vm", "exec", "one", "busybox", "echo", "here"]).ok(), "here\n");
     let vmm = guest["pid"].as_u64().unwrap();
     // It lives, so it is left alone.

@@ -68,6 +68,14 @@ pub enum VmError {
         /// Why.
         source: io::Error,
     },
+    /// Nobody else can have its console now.
+    #[error("the console of virtual machine `{name}` is attached to {to}")]
+    Attached {
+        /// Its name.
+        name: String,
+        /// What has it.
+        to: &'static str,
+    },
     /// It did not end, not even of SIGKILL.
     #[error("virtual machine `{0}` does not end")]
     StillRunning(String),

@@ -18,6 +18,7 @@
 //!   control                   socket of the process that waits: takes messages for the guest
 //!   vmm.log                   what the VMM complains of
 //!   output, output.1          console of a detached one, at most OUTPUT_BYTES_MAX each
+//!   input                     FIFO, its console's input; locked by whoever writes to it
 //!   exit                      of a detached one that has ended: its exit status
 //! <store>/…/roots/vm/<tag>-<name>.json    keeps the image, and with it pack and segments
 //! ```
@@ -27,6 +28,7 @@
 //! left after its end. A VMM lives as long as somebody has the lock: it inherits it.
 
 pub mod account;
+pub mod console;
 mod error;
 pub mod exec;
 mod image;

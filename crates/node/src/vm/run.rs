@@ -19,7 +19,7 @@ use cofolio_store::task::{Cancel, Task};
 use super::error::{Result, VmError};
 use super::initramfs::{beside, guest_program, initramfs};
 use super::qemu::{self, Accel, Qemu};
-use super::{Kernel, Machines, VmRecord, image, merger, remove_files};
+use super::{Kernel, Machines, VmRecord, console, image, merger, remove_files};
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
 use crate::mount::At as _;
@@ -104,7 +104,7 @@ pub struct Finished {
 
 impl Machines<'_> {
     /// Starts a virtual machine: returns when the image's program runs. Its console goes to
-    /// `streams`; none is a file in its directory. An error leaves nothing.
+    /// `streams`; none is a file in its directory, and a FIFO if it has input. An error leaves nothing.
     pub fn start(
         &self,
         request: &Request,
@@ -208,6 +208,9 @@ impl Machines<'_> {
         }
         let file = Streams::File { path: dir.join("output"), bytes_max: OUTPUT_BYTES_MAX };
         let copies = streams.unwrap_or(&file).connect(&mut command).map_err(failed)?;
+        if streams.is_none() && request.terminal.is_some() {
+            command.stdin(console::make_input(dir)?);
+        }
         let log = dir.join("vmm.log");
         command.stderr(fs::File::create(&log).at("creating", &log)?);
         cofolio_sys::process::inherit(&mut command, lock.try_clone().map_err(failed)?);

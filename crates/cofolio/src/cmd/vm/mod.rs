@@ -1,3 +1,4 @@
+mod console;
 mod exec;
 mod list;
 mod run;
@@ -31,6 +32,7 @@ enum Action {
     Run(run::Args),
     Ps(list::Args),
     Exec(exec::Args),
+    Console(console::Args),
     Stop(stop::Args),
     Top(top::Args),
 }
@@ -40,6 +42,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         Action::Run(args) => run::run(args, context),
         Action::Ps(args) => list::run(args, context).map(Exit::into),
         Action::Exec(args) => exec::run(args, context),
+        Action::Console(args) => console::run(args, context),
         Action::Stop(args) => stop::run(args, context).map(Exit::into),
         Action::Top(args) => top::run(args, context).map(Exit::into),
     }

@@ -40,7 +40,8 @@ pub(super) const PATIENCE: u32 = 3;
 /// started, or ended without it. Signals are passed on to the program; the third one that asks for the end kills the machine.
 ///
 /// With --detach, a process stays in the background and waits. It keeps the exit status, which `vm ps` shows, and the last 1
-/// to 2 MiB of the console in a file that `vm ps --json` names. `vm stop NAME` removes these, and so does a new machine of that name.
+/// to 2 MiB of the console in a file that `vm ps --json` names. `vm console NAME` attaches to the
+/// console. `vm stop NAME` removes these, and so does a new machine of that name.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio vm run redis:7.0.15 -- redis-server --version\n  \
     cofolio vm run -i debian:13 -- bash\n  \
@@ -52,11 +53,11 @@ pub(crate) struct Args {
     /// Arguments in place of the image's own; its entry point stays
     #[arg(trailing_var_arg = true)]
     args: Vec<String>,
-    /// Give its program this process's standard input
+    /// Give its program this process's standard input; with --detach, that of `vm console`
     #[arg(long, short)]
     interactive: bool,
     /// Return when it runs and print its name
-    #[arg(long, short, conflicts_with = "interactive")]
+    #[arg(long, short)]
     detach: bool,
     /// With --detach: keep neither exit status nor output
     #[arg(long, requires = "detach")]
