@@ -538,7 +538,9 @@ fn of_vm(error: &VmError) -> Classified {
         ),
         VmError::NotFound(_) => hint(Exit::NotFound, "`cofolio vm ps` lists virtual machines"),
         VmError::Name(_) => code(Exit::Usage),
-        VmError::StillRunning(_) | VmError::Attached { .. } => code(Exit::Busy),
+        VmError::StillRunning(_) | VmError::Attached { .. } | VmError::DiskInUse(_) => {
+            code(Exit::Busy)
+        }
         VmError::NotRunning(_) => code(Exit::NotFound),
         VmError::Cancelled(_) => code(Exit::Interrupted),
         VmError::Bundle(error) => of_bundle(error),

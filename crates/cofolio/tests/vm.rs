@@ -5,6 +5,8 @@
 mod common;
 #[path = "vm/console.rs"]
 mod console;
+#[path = "vm/disk.rs"]
+mod disk;
 #[path = "vm/exec.rs"]
 mod exec;
 

@@ -127,26 +127,66 @@ fn mount_image(start: &Start) -> Result<()> {
     if !mounts.lines().find(of_image).is_some_and(|line| line.contains("dax=always")) {
         return Err("the kernel has mounted the image without DAX".to_owned());
     }
+    mount_overlay(&start.upper)
+}
+
+/// Mounts the filesystem for changes, and the image below it at [`ROOT`].
+fn mount_overlay(upper: &Upper) -> Result<()> {
     let changes = Path::new("/changes");
     fs::create_dir_all(changes).during(changes.display())?;
-    match &start.upper {
-        Upper::Memory => mount("changes", changes, "tmpfs", MountFlags::empty(), c"mode=0755"),
-        Upper::Disk { filesystem } => {
+    // In memory, changes of owners and modes leave the content where it is. On a disk, nothing may
+    // refer to inodes of the image: the next machine can have another pack of it.
+    let options = match upper {
+        Upper::Memory => {
+            mount("changes", changes, "tmpfs", MountFlags::empty(), c"mode=0755")
+                .during("the filesystem for changes")?;
+            c"lowerdir=/image,upperdir=/changes/upper,workdir=/changes/work,metacopy=on,xino=off"
+        }
+        Upper::Disk { filesystem, image } => {
             let disk = wait_until("the disk", || {
                 Some(Path::new("/dev/vda")).filter(|disk| disk.exists())
             })?;
-            mount(disk, changes, &**filesystem, MountFlags::empty(), None)
+            mount(disk, changes, &**filesystem, MountFlags::empty(), c"discard")
+                .during("the filesystem of the disk")?;
+            claim(changes, image)?;
+            c"lowerdir=/image,upperdir=/changes/upper,workdir=/changes/work,metacopy=off,xino=off,\
+                index=off,redirect_dir=nofollow"
         }
-    }
-    .during("the filesystem for changes")?;
+    };
     for dir in ["upper", "work"] {
         let dir = changes.join(dir);
         fs::create_dir_all(&dir).during(dir.display())?;
     }
-    // Changes of owners and modes leave the content where it is.
-    let options =
-        c"lowerdir=/image,upperdir=/changes/upper,workdir=/changes/work,metacopy=on,xino=off";
     mount("cofolio", ROOT, "overlay", MountFlags::empty(), options).during("the overlay")
+}
+
+/// Writes on a disk to which image its changes belong. Fails if they belong to another one.
+fn claim(changes: &Path, image: &str) -> Result<()> {
+    let record = changes.join("image");
+    match fs::read_to_string(&record) {
+        Ok(found) if found.trim() == image => return Ok(()),
+        Ok(found) => {
+            let found = found.trim();
+            return Err(format!("the disk has changes of image {found}, not of {image}"));
+        }
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(error).during(record.display());
+        }
+        Err(_) if changes.join("upper").exists() => {
+            return Err("the disk has a directory `upper` of somebody else's".to_owned());
+        }
+        Err(_) => {}
+    }
+    // Complete before there is anything that it is about.
+    let aside = changes.join("image.new");
+    let write = || {
+        let mut file = File::create(&aside)?;
+        writeln!(file, "{image}")?;
+        file.sync_all()?;
+        fs::rename(&aside, &record)?;
+        File::open(changes)?.sync_all()
+    };
+    write().during(record.display())
 }
 
 /// Makes the image the root, with the kernel's filesystems and those that programs expect.

@@ -38,6 +38,8 @@ pub enum Upper {
     Disk {
         /// Its kind, as the kernel names it.
         filesystem: String,
+        /// Digest of the image. Changes to another one mean nothing over this one.
+        image: String,
     },
 }
 

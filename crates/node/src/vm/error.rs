@@ -76,6 +76,17 @@ pub enum VmError {
         /// What has it.
         to: &'static str,
     },
+    /// A disk that cannot be used.
+    #[error("disk {}: {why}", path.display())]
+    Disk {
+        /// Its file.
+        path: PathBuf,
+        /// Why not.
+        why: String,
+    },
+    /// Another virtual machine has the disk.
+    #[error("disk {} belongs to another virtual machine that runs", .0.display())]
+    DiskInUse(PathBuf),
     /// It did not end, not even of SIGKILL.
     #[error("virtual machine `{0}` does not end")]
     StillRunning(String),

@@ -29,6 +29,7 @@
 
 pub mod account;
 pub mod console;
+mod disk;
 mod error;
 pub mod exec;
 mod image;
@@ -50,6 +51,7 @@ use cofolio_store::{Digest, Domain, Root, RootKind};
 use rustix::process::{Signal, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
+pub use self::disk::DiskRequest;
 use self::error::Result;
 pub use self::error::VmError;
 pub use self::initramfs::initramfs;
@@ -93,6 +95,9 @@ pub struct VmRecord {
     pub cpus: u32,
     /// Version of its kernel.
     pub kernel: String,
+    /// The disk that has its changes; absent where they are in its memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<PathBuf>,
     /// When it was made, in seconds since 1970.
     pub created: i64,
 }

@@ -19,7 +19,7 @@ use cofolio_store::task::{Cancel, Task};
 use super::error::{Result, VmError};
 use super::initramfs::{beside, guest_program, initramfs};
 use super::qemu::{self, Accel, Qemu};
-use super::{Kernel, Machines, VmRecord, console, image, merger, remove_files};
+use super::{DiskRequest, Kernel, Machines, VmRecord, console, disk, image, merger, remove_files};
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
 use crate::mount::At as _;
@@ -63,6 +63,8 @@ pub struct Request {
     pub accel: Accel,
     /// Whether its program has input, and the rows and columns of its terminal then.
     pub terminal: Option<(u16, u16)>,
+    /// Where changes go, if not to the guest's memory.
+    pub disk: Option<DiskRequest>,
 }
 
 /// A virtual machine whose end this process can wait for.
@@ -104,7 +106,8 @@ pub struct Finished {
 
 impl Machines<'_> {
     /// Starts a virtual machine: returns when the image's program runs. Its console goes to
-    /// `streams`; none is a file in its directory, and a FIFO if it has input. An error leaves nothing.
+    /// `streams`; none is a file in its directory, and a FIFO if it has input. An error leaves nothing
+    /// but the disk.
     pub fn start(
         &self,
         request: &Request,
@@ -158,8 +161,10 @@ impl Machines<'_> {
     ) -> Result<(Child, Copies, Receiver<Message>, Guest)> {
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
         self.keep(name, &request.image, boot_id.map(|id| id.trim().to_owned()))?;
+        let disk = request.disk.as_ref().map(disk::open).transpose()?;
         let attached = image::attach(self.domain, &request.image, task)?;
-        let initramfs = initramfs(&self.dir(), &request.kernel, guest, &[])?;
+        let modules: &[&str] = if disk.is_some() { &disk::MODULES } else { &[] };
+        let initramfs = initramfs(&self.dir(), &request.kernel, guest, modules)?;
         let record = VmRecord {
             name: name.to_owned(),
             image: request.image,
@@ -174,6 +179,7 @@ impl Machines<'_> {
             memory_bytes: request.memory_bytes,
             cpus: request.cpus,
             kernel: request.kernel.version.clone(),
+            disk: disk.as_ref().map(|disk| disk.path.clone()),
             created: cofolio_store::now(),
         };
         let path = dir.join("vm.json");
@@ -196,7 +202,7 @@ impl Machines<'_> {
             initramfs: &initramfs,
             append: KERNEL_WORDS.to_owned(),
             files: &attached.files,
-            disk: None,
+            disk: disk.as_ref().map(|disk| &*disk.path),
             pid_file: &dir.join("pid"),
             monitors,
             channel: guests.into(),
@@ -214,6 +220,16 @@ impl Machines<'_> {
         let log = dir.join("vmm.log");
         command.stderr(fs::File::create(&log).at("creating", &log)?);
         cofolio_sys::process::inherit(&mut command, lock.try_clone().map_err(failed)?);
+        let upper = match disk {
+            Some(disk) => {
+                cofolio_sys::process::inherit(&mut command, disk.lock);
+                Upper::Disk {
+                    filesystem: disk::FILESYSTEM.to_owned(),
+                    image: request.image.to_string(),
+                }
+            }
+            None => Upper::Memory,
+        };
         // Signals of a terminal are for this process.
         command.process_group(0);
         let mut child = command.spawn().map_err(failed)?;
@@ -222,7 +238,7 @@ impl Machines<'_> {
 
         let start = Start {
             devices: attached.devices,
-            upper: Upper::Memory,
+            upper,
             hostname: name.to_owned(),
             console: "hvc0".to_owned(),
             process: Process {

@@ -8,7 +8,7 @@ use cofolio_guest::Message;
 use cofolio_image::trust::Need;
 use cofolio_node::container::Streams;
 use cofolio_node::size::Size;
-use cofolio_node::vm::{Accel, Finished, Kernel, Machines, Request, Running};
+use cofolio_node::vm::{Accel, DiskRequest, Finished, Kernel, Machines, Request, Running};
 use cofolio_store::task::Cancel;
 use rustix::process::Signal;
 use serde_json::json;
@@ -31,7 +31,8 @@ pub(super) const PATIENCE: u32 = 3;
 ///
 /// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU with the pack and its segments as read-only
 /// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
-/// guest's memory and go with it. It has no network.
+/// guest's memory and go with it. On a --disk they are kept for the next machine of the same image.
+/// It has no network.
 ///
 /// The kernel is that of a distribution, with its modules beside it or in /lib/modules. The processor executes it with KVM
 /// where it can, and is emulated, tens of times slower, elsewhere.
@@ -46,6 +47,7 @@ pub(super) const PATIENCE: u32 = 3;
 #[command(after_help = "Example:\n  cofolio vm run redis:7.0.15 -- redis-server --version\n  \
     cofolio vm run -i debian:13 -- bash\n  \
     cofolio vm run -d --name cache --memory 256M --cpus 2 redis:7.0.15\n  \
+    cofolio vm run -d --disk /srv/cache.disk:10G redis:7.0.15\n  \
     cofolio vm run --kernel /srv/kernels/vmlinuz-6.12.0-cloud redis:7.0.15")]
 pub(crate) struct Args {
     /// Ref or first digits of a digest
@@ -75,6 +77,10 @@ pub(crate) struct Args {
     /// in /boot)
     #[arg(long, value_name = "FILE")]
     kernel: Option<PathBuf>,
+    /// Keep its changes on this disk, a file or block device with ext4. With SIZE, a missing or
+    /// empty file is made one
+    #[arg(long, value_name = "FILE[:SIZE]")]
+    disk: Option<String>,
     /// What executes it (default: KVM if the processor and the kernel have it)
     #[arg(long, value_name = "HOW")]
     accel: Option<AccelArg>,
@@ -155,6 +161,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         kernel,
         accel,
         terminal: args.interactive.then(|| terminal_size().unwrap_or((24, 80))),
+        disk: args.disk.as_deref().map(DiskRequest::parse),
     })
 }
 
