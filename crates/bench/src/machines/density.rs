@@ -607,7 +607,7 @@ mod tests {
             said: vec![event(1.5, "removed"), event(11.5, "after")],
         };
         let found = watched.removals(1 << 30);
-        assert_eq!((found[0].returned, found[0].p50, found[0].p99), (900, 2.0, 2.0));
+        assert_eq!((found[0].returned, found[0].p50, found[0].p99), (900, 1.0, 2.0));
         // Filled again before anything could be seen.
         watched.said.push(event(5.0, "begun"));
         assert!(watched.removals(1 << 30).is_empty());
