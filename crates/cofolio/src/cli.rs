@@ -186,6 +186,7 @@ commands! {
     Reclaim => reclaim,
     Stop => stop,
     Vm => vm,
+    KsmExec => ksm_exec,
     Survey => survey,
     Bundle => bundle,
     Doctor => doctor,

@@ -333,6 +333,7 @@ fn daemon_that_is_always_at_upkeep() {
         share: 1.0,
         recycle: None,
         merge: None,
+        ksm: None,
         upkeep: Schedule {
             delay: Duration::ZERO,
             gc: Some(Duration::ZERO),

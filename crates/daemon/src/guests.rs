@@ -31,7 +31,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Waits, unless it is cancelled.
-fn wait(mut wait: Duration, cancel: &Cancel) {
+pub(crate) fn wait(mut wait: Duration, cancel: &Cancel) {
     while !wait.is_zero() && !cancel.is_cancelled() {
         let step = wait.min(LOOK);
         std::thread::sleep(step);

@@ -20,6 +20,7 @@ mod client;
 mod dashboard;
 mod guests;
 mod http;
+mod ksm;
 mod listen;
 mod metrics;
 mod pace;

@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use cofolio_node::ksm::KsmReport;
 use cofolio_node::ledger::{DomainAccount, ImageAccount, Report};
 use cofolio_node::vm::account::{VmAccount, VmReport};
 use cofolio_node::vm::recycler::LATENCY_MS;
@@ -51,7 +52,7 @@ impl Metrics {
         let upkeep = *self.upkeep.lock().unwrap_or_else(PoisonError::into_inner);
         let period = published.period_seconds().try_into().unwrap_or(i64::MAX);
         let (report, costs) = (published.report(), published.costs());
-        let machines = published.machines();
+        let (machines, ksm) = (published.machines(), published.ksm());
         let figures = Figures {
             report,
             costs,
@@ -59,6 +60,7 @@ impl Metrics {
             upkeep,
             period,
             machines,
+            ksm,
         };
         registry.register_collector(Box::new(figures));
         let mut text = String::new();
@@ -76,6 +78,7 @@ struct Figures {
     upkeep: Done,
     period: i64,
     machines: Arc<VmReport>,
+    ksm: KsmReport,
 }
 
 /// Name, help, and the figure of an account.
@@ -121,6 +124,7 @@ impl Collector for Figures {
         self.counts(&mut encoder)?;
         self.times(&mut encoder)?;
         self.machines(&mut encoder)?;
+        self.ksm(&mut encoder)?;
         self.counters(&mut encoder)
     }
 }
@@ -257,6 +261,19 @@ impl Figures {
             ([("le", bound)], sum)
         });
         family(encoder, "vm_returned_within", help, rows)
+    }
+
+    /// Of KSM; zeros while it is not steered.
+    fn ksm(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let KsmReport { steered, saved_bytes, cpu } = self.ksm;
+        let steered = ConstGauge::new(u64::from(steered));
+        single(encoder, "ksm_steered", "1 while the daemon steers KSM", None, &steered)?;
+        let saved = ConstGauge::new(saved_bytes);
+        let help = "What KSM saves for all programs, less what its bookkeeping takes";
+        single(encoder, "ksm_saved", help, Some(&Unit::Bytes), &saved)?;
+        let cpu = ConstCounter::new(cpu.as_secs_f64());
+        let help = "Processor time that KSM has taken since the daemon steers it";
+        single(encoder, "ksm_cpu", help, Some(&Unit::Seconds), &cpu)
     }
 
     fn counters(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {

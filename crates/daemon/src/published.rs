@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use cofolio_node::ksm::KsmReport;
 use cofolio_node::ledger::{DomainAccount, Report};
 use cofolio_node::vm::account::VmReport;
 use hyper::body::Bytes;
@@ -57,6 +58,7 @@ pub(crate) struct Published {
     /// Processor time of the ledger's thread so far, in nanoseconds.
     ledger_time: AtomicU64,
     machines: RwLock<Arc<VmReport>>,
+    ksm: Mutex<KsmReport>,
 }
 
 /// What the daemon itself takes.
@@ -82,6 +84,14 @@ impl Published {
 
     pub(crate) fn set_machines(&self, report: VmReport) {
         *self.machines.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(report);
+    }
+
+    pub(crate) fn ksm(&self) -> KsmReport {
+        *self.ksm.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_ksm(&self, report: KsmReport) {
+        *self.ksm.lock().unwrap_or_else(PoisonError::into_inner) = report;
     }
 
     pub(crate) fn history(&self) -> Vec<Point> {

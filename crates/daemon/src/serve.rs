@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use cofolio_node::ksm::KsmPolicy;
 use cofolio_node::ledger::{Ledger, ReclaimPolicy};
 use cofolio_node::run_dir::RunDir;
 use cofolio_node::vm::merger::MergePolicy;
@@ -26,6 +27,7 @@ use crate::api::{Api, ENCODERS_MAX, Turns};
 use crate::auth::{Auth, AuthFiles, ReloadableAuth};
 use crate::guests::Guests;
 use crate::http::{self, ConnectionLimits, Peer};
+use crate::ksm;
 use crate::listen::{self, ListenError, Listener, SocketFile};
 use crate::metrics::Metrics;
 use crate::published::Published;
@@ -67,6 +69,8 @@ pub struct Settings {
     pub recycle: Option<Policy>,
     /// How to merge guests' pages, if at all.
     pub merge: Option<MergePolicy>,
+    /// How to steer KSM, if at all.
+    pub ksm: Option<KsmPolicy>,
 }
 
 /// Gets a line for the operator.
@@ -129,7 +133,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
     let metrics = Metrics::new(Arc::clone(&done));
     let lists = Turns::default();
     let id = store.id().to_owned();
-    let accounts = Arc::clone(&published);
+    let figures = Arc::clone(&published);
     let api = Api { published, questions: questions.clone(), metrics, store: id, lists };
     let auth = ReloadableAuth::new(auth);
     let (api, auth, refused) = (Arc::new(api), Arc::new(auth), Refused::default());
@@ -152,7 +156,11 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
     };
     let account = || {
         let _watched = watched();
-        guests.account(&options.run, &accounts, &cancel);
+        guests.account(&options.run, &figures, &cancel);
+    };
+    let steer = || {
+        let _watched = watched();
+        ksm::steer(&options.run, &settings, &figures, &cancel, log);
     };
     std::thread::scope(|scope| {
         let stop_threads = || {
@@ -175,6 +183,7 @@ pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), D
             .and_then(|_| thread("recycler").spawn_scoped(scope, recycle))
             .and_then(|_| thread("merger").spawn_scoped(scope, merge))
             .and_then(|_| thread("machines").spawn_scoped(scope, account))
+            .and_then(|_| thread("ksm").spawn_scoped(scope, steer))
             .map_err(DaemonError::Start)?;
         let reload = || server.reload(&settings, reload);
         let served = server.run(sockets, Arc::clone(&broken), &reload, &stop_threads);

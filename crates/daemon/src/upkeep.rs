@@ -376,6 +376,7 @@ mod tests {
             upkeep,
             recycle: None,
             merge: None,
+            ksm: None,
         });
         let (done, cancel) = (Mutex::new(Done::default()), Cancel::default());
         let heard = Mutex::new(Vec::new());

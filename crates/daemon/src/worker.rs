@@ -436,7 +436,8 @@ mod tests {
             limit: Limit::default(),
         };
         let (period, reclaim) = (Duration::from_secs(1), ReclaimPolicy::default());
-        let settings = Settings { period, share: 0.0, reclaim, upkeep, recycle: None, merge: None };
+        let settings =
+            Settings { period, share: 0.0, reclaim, upkeep, recycle: None, merge: None, ksm: None };
         let published = Arc::new(Published::default());
         let (mut worker, questions) =
             Worker::new(ledger, published, Arc::new(RwLock::new(settings))).unwrap();

@@ -55,6 +55,8 @@ pub struct Config {
     pub daemon: Daemon,
     /// `[vm]`
     pub vm: Vm,
+    /// `[ksm]`
+    pub ksm: Ksm,
 }
 
 /// `[store]`
@@ -328,6 +330,27 @@ fn recycle_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D:
 
 fn recycle_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     in_range("vm.recycle_cpu_percent", 0.1..=100.0, deserializer)
+}
+
+/// `[ksm]`: merging by the kernel, which knows no trust domains.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Ksm {
+    /// Whether the daemon turns it on and sets its pace.
+    pub steer: bool,
+    /// Percent of one processor that it may take, 0.1 to 100.
+    #[serde(deserialize_with = "ksm_cpu_percent")]
+    pub cpu_percent: f64,
+}
+
+impl Default for Ksm {
+    fn default() -> Self {
+        Self { steer: false, cpu_percent: 10.0 }
+    }
+}
+
+fn ksm_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    in_range("ksm.cpu_percent", 0.1..=100.0, deserializer)
 }
 
 /// `[trust]`: what is asked of images.

@@ -8,6 +8,7 @@ pub mod commons;
 pub mod config;
 pub mod container;
 pub(crate) mod kernel_text;
+pub mod ksm;
 pub mod ledger;
 pub mod links;
 pub mod mount;

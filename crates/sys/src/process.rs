@@ -21,6 +21,42 @@ pub fn inherit(command: &mut Command, fd: OwnedFd) {
     unsafe { command.pre_exec(clear) };
 }
 
+/// First Linux with which KSM reaches a program through exec. `PR_SET_MEMORY_MERGE` came with 6.4; exec
+/// took the permission away until 6.7, and until 6.9 ksmd did not learn of the new program's memory.
+const KSM_EXEC: (u32, u32) = (6, 9);
+
+/// Lets KSM merge pages of the program that `command` starts and of all that it starts
+/// (`PR_SET_MEMORY_MERGE`, prctl(2)).
+/// Errors: [`io::ErrorKind::Unsupported`] if this kernel cannot.
+pub fn allow_ksm(command: &mut Command) -> io::Result<()> {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split(['.', '-']).map(|number| number.parse().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    // A kernel without KSM does not know the question either.
+    if version < KSM_EXEC || memory_merge(libc::PR_GET_MEMORY_MERGE, 0).is_err() {
+        let (major, minor) = KSM_EXEC;
+        let what = format!(
+            "KSM of whole programs needs Linux {major}.{minor} with CONFIG_KSM, and this is {release}"
+        );
+        return Err(io::Error::new(io::ErrorKind::Unsupported, what));
+    }
+    // SAFETY: between fork and exec a child may only do what is async-signal-safe. The closure makes
+    // one system call, and neither allocates nor takes a lock. The memory that the kernel marks is the
+    // child's copy, which exec discards.
+    unsafe { command.pre_exec(|| memory_merge(libc::PR_SET_MEMORY_MERGE, 1)) };
+    Ok(())
+}
+
+fn memory_merge(option: libc::c_int, on: libc::c_ulong) -> io::Result<()> {
+    let none: libc::c_ulong = 0;
+    // SAFETY: both options take integers, and change no memory's content. Merged pages are copied when
+    // somebody writes to them.
+    match unsafe { libc::prctl(option, on, none, none, none) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
 /// Which of the two processes [`fork`] returned in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fork {

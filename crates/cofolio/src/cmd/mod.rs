@@ -16,6 +16,7 @@ pub(crate) mod gc;
 pub(crate) mod images;
 pub(crate) mod import;
 pub(crate) mod inspect;
+pub(crate) mod ksm_exec;
 pub(crate) mod ls;
 pub(crate) mod man;
 pub(crate) mod mkcomposefs;

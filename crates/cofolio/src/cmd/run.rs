@@ -45,8 +45,8 @@ use cofolio_node::size::Size;
 
 /// Docker's exit statuses of containers that could not be started.
 const NOT_STARTED: u8 = 125;
-const NOT_EXECUTABLE: u8 = 126;
-const NO_PROGRAM: u8 = 127;
+pub(super) const NOT_EXECUTABLE: u8 = 126;
+pub(super) const NO_PROGRAM: u8 = 127;
 
 /// Start a container of an image, with crun or runc
 ///
@@ -148,6 +148,10 @@ pub(crate) struct Args {
     /// Program that starts it, by name or path [default: crun, else runc]
     #[arg(long)]
     runtime: Option<String>,
+    /// Let KSM merge its memory with that of all other programs that allow it, across trust domains (see
+    /// `ksm-exec --help`)
+    #[arg(long)]
+    ksm: bool,
     /// Hash the image and all its files before mounting
     #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
@@ -443,6 +447,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         size_bytes: args.size.map(|size| size.0),
         check: Check::None,
         runtime: runtime(args, context)?,
+        ksm: args.ksm,
     })
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
 use cofolio_node::config::{Config, DEFAULT_PATH, Loaded, Origin, listen_address};
+use cofolio_node::ksm::KsmPolicy;
 use cofolio_node::ledger::ReclaimPolicy;
 use cofolio_node::vm::merger::MergePolicy;
 use cofolio_node::vm::recycler::Policy;
@@ -125,7 +126,7 @@ fn needs_restart(args: &Args, context: &Context<'_>, new: &Config) -> Vec<&'stat
 }
 
 fn settings(args: &Args, config: &Config) -> Settings {
-    let Config { daemon, store, vm, .. } = config;
+    let Config { daemon, store, vm, ksm, .. } = config;
     let every = |number: u32, seconds: u64| {
         (number > 0).then(|| Duration::from_secs(u64::from(number) * seconds))
     };
@@ -154,5 +155,6 @@ fn settings(args: &Args, config: &Config) -> Settings {
             period: Duration::from_secs(vm.merge_seconds.into()),
             ..MergePolicy::default()
         }),
+        ksm: ksm.steer.then(|| KsmPolicy { share: ksm.cpu_percent / 100.0 }),
     }
 }

@@ -68,6 +68,23 @@ pub(crate) fn can_mount(test: &str) -> bool {
     true
 }
 
+/// Lines of `/proc/self/smaps` of memory that KSM may merge.
+pub(crate) const MERGEABLE: &str = "^VmFlags:.* mg";
+
+/// Whether programs can be allowed to KSM; says why not.
+pub(crate) fn has_ksm(test: &str) -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split(['.', '-']).map(|number| number.parse::<u32>().unwrap());
+    let has = Path::new("/sys/kernel/mm/ksm/run").exists();
+    if !has {
+        skip(test, "this kernel has no KSM");
+    } else if (numbers.next(), numbers.next()) < (Some(6), Some(9)) {
+        skip(test, "needs Linux 6.9");
+        return false;
+    }
+    has
+}
+
 /// A memory cgroup for a test. `None`, with a word about it, where there are none.
 pub(crate) fn cgroup(test: &str) -> Option<Cgroup> {
     let name = format!("cofolio-{test}-{}", std::process::id());

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::build_static;
 use crate::common::machine::{machine, until};
-use crate::common::{program, skip};
+use crate::common::{MERGEABLE, has_ksm, program, skip};
 
 #[test]
 fn what_a_container_sees() {
@@ -340,4 +340,31 @@ fn root_of_a_user_namespace_is_nobody_outside() {
         }
         machine.assert_clean();
     }
+}
+
+/// Runtimes give what they were started with to the container's processes, and `exec` starts its own
+/// ones in the same way.
+#[test]
+fn ksm_may_merge_a_container_only_if_asked() {
+    const TEST: &str = "ksm_may_merge_a_container_only_if_asked";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    if !has_ksm(TEST) {
+        return;
+    }
+    let count = format!("grep -c '{MERGEABLE}' /proc/self/smaps; :");
+    for runtime in runtimes {
+        let counted = |ran: &str| ran.trim().parse::<u32>().unwrap();
+        assert_eq!(counted(machine.sh(runtime, &[], &count).ok()), 0, "{runtime}");
+        assert!(counted(machine.sh(runtime, &["--ksm"], &count).ok()) > 0, "{runtime}");
+        for (options, is_asked) in
+            [(&["-d", "--name", "one", "--ksm"][..], true), (&["-d", "--name", "one"], false)]
+        {
+            machine.sh(runtime, options, "sleep 100").ok();
+            let exec = machine.run(&["exec", "one", "--", "busybox", "sh", "-c", &count]);
+            assert_eq!(counted(exec.ok()) > 0, is_asked, "{runtime}");
+            assert_eq!(machine.containers()[0]["ksm"], is_asked);
+            machine.run(&["stop", "--time", "0", "one"]).ok();
+        }
+    }
+    machine.assert_clean();
 }

@@ -80,6 +80,8 @@ pub struct Request {
     pub check: Check,
     /// The program that starts it.
     pub runtime: Runtime,
+    /// Let KSM merge its pages with those of every other program that allows it.
+    pub ksm: bool,
 }
 
 /// What `container.json` holds.
@@ -106,6 +108,9 @@ pub struct ContainerRecord {
     /// The only directories of the image that can be written to, if its root cannot.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub writable_dirs: Vec<PathBuf>,
+    /// KSM may merge pages of its processes.
+    #[serde(default)]
+    pub ksm: bool,
     /// Its cgroup.
     pub cgroup: String,
     /// When it was made, in seconds since 1970.

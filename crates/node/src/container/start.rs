@@ -82,6 +82,9 @@ impl Containers<'_> {
         exec.args(["--log-format", "json", "exec", "--process", &at, name]);
         cofolio_sys::process::inherit(&mut exec, process.into());
         let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
+        if found.record.ksm {
+            cofolio_sys::process::allow_ksm(&mut exec).map_err(failed)?;
+        }
         let copies = streams.connect(&mut exec).map_err(failed)?;
         let child = runtime.spawn(&mut exec).map_err(failed)?;
         Ok(Exec { runtime, child, copies, log })
@@ -101,6 +104,7 @@ impl Containers<'_> {
             keep: request.keep,
             writable: request.writable,
             writable_dirs: request.options.writable_dirs.clone(),
+            ksm: request.ksm,
             cgroup: self.cgroup(&name),
             created: cofolio_store::now(),
             name,
@@ -147,6 +151,10 @@ impl Containers<'_> {
         };
         let failed = |source| container.failed(source);
         let copies = streams.connect(&mut command).map_err(failed)?;
+        // Runtimes pass it on to the container's processes, by fork and exec.
+        if container.record.ksm {
+            cofolio_sys::process::allow_ksm(&mut command).map_err(failed)?;
+        }
         // The runtime inherits the lock: if this process is killed while the runtime starts the
         // container, no other process takes the container for an ended one.
         let lock = container.lock.try_clone().map_err(failed)?;

@@ -15,6 +15,7 @@
 //!   images/<domain>/overlays.json other engines' overlays that may have a layer of ours
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   vms/<name>/                   one virtual machine of `vm run` (see the module `vm`)
+//!   ksm.json                      KSM's settings while the daemon steers it (see the module `ksm`)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to
 //!                                 take such images' superblocks down
