@@ -160,7 +160,8 @@ fn signals(host: &Host) {
 fn a_terminal(host: &Host) {
     let script = "tty; stty size; trap 'stty size' WINCH; trap 'echo interrupted; exit 6' INT
         echo $TERM ready >&2; until read line; do :; done; echo \"got $line\"
-        while :; do sleep 1000; done";
+        while :; do sleep 1; done";
+    // A shell that is interrupted just before it starts a program waits for its end first.
     let mut session = Session::start(host, &args(&["-t", "-u", "worker"], script));
     session.sees("xterm ready");
     assert!(session.seen.contains("/dev/pts/0\r\n24 80\r\n"), "{:?}", session.seen);
