@@ -7,6 +7,7 @@
 //! ```
 
 use std::fs;
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,8 @@ use crate::place::{Place, PlaceArgs};
 use crate::threads::{self, Threads};
 use crate::{Outcome, report};
 
+/// The program in the guests' image.
+const CANARY: &str = "cofolio-canary";
 /// From one sample to the next.
 const SAMPLE: Duration = Duration::from_millis(500);
 /// How often the daemon is asked.
@@ -51,15 +54,16 @@ const PAGE: f64 = 4096.0;
 /// Starts guests that fill files in memory up to three quarters of it, remove them, and are idle for the rest of a cycle, each
 /// from a moment of its own on: raw; with KSM at full speed; with free page reporting alone; and with the daemon, for each
 /// pair of the periods of 2017. What the host holds of the guests' memory is counted twice a second, from the second cycle on;
-/// the emulator's own memory is not. IMAGE is what bench/machines makes of cofolio-canary. KSM must be off, and is set back.
+/// the emulator's own memory is not. KSM must be off, and is set back.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
-  cofolio-bench vm-density --kernel vmlinuz canary --guests 8 --memory 2048 --json density.json
+  cofolio-bench vm-density --kernel vmlinuz cofolio-canary --guests 8 --memory 2048 --json density.json
 
 Exit codes: 0 the goals are met, or the run is smaller than they are of; 1 one is missed; others as for every command.")]
 pub(crate) struct Args {
-    /// OCI layout directory with the program of the guests
-    image: String,
+    /// cofolio-canary, the program of the guests
+    #[arg(value_name = "FILE")]
+    canary: PathBuf,
     /// Guests
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
     guests: u32,
@@ -205,7 +209,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let place = Place::prepare(&args.place, None, &say)?;
     let bench = Bench { args, place: &place, cancel: &signals.cancel };
     let host = Host::new(&args.host, &place.domain)?;
-    host.import(&args.image, "canary:1")?;
+    let image = tempfile::tempdir()?;
+    fs::copy(&args.canary, image.path().join(CANARY))
+        .with_context(|| args.canary.display().to_string())?;
+    host.import(&format!("dir:{}", image.path().display()), "canary:1")?;
     let mut runs = Vec::new();
     for engine in Engine::all(args.scale) {
         say(&engine.title());
@@ -288,7 +295,8 @@ impl Bench<'_> {
             ];
             let options: Vec<&str> = options.iter().map(String::as_str).collect();
             let (name, memory) = (format!("density{number}"), format!("{memory}M"));
-            let options_of_run = ["--memory", &memory];
+            let program = format!("/{CANARY}");
+            let options_of_run = ["--memory", &memory, "--entrypoint", &program];
             let mut machine = host.start(by, &name, &options_of_run, "canary:1", &options)?;
             machine.wait_for("ready")?;
             Ok(machine)
