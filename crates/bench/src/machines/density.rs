@@ -218,7 +218,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         say(&engine.title());
         let ran = bench.engine(&host, engine);
         let stopped = host.stop_all();
-        runs.push(cleanup::result(&signals.cancel, ran, stopped)?);
+        let ran = cleanup::result(&signals.cancel, ran, stopped)?;
+        say(&format!("{:.1} MB for each guest, {:.0} fit", ran.mean / 1e6, ran.fit));
+        runs.push(ran);
     }
     let figures = Figures {
         guests: args.guests,
