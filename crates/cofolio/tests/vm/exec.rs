@@ -136,7 +136,7 @@ fn a_client_that_goes(host: &Host) {
 
 fn signals(host: &Host) {
     // Input that is not read does not hold them up.
-    let script = "trap 'echo bye; exit 5' TERM; echo ready; while :; do sleep 1000; done";
+    let script = "trap 'echo bye; exit 5' TERM; echo ready; while :; do sleep 1; done";
     let (mut client, _) = begin(host, script);
     let mut stdin = client.0.stdin.take().unwrap();
     let feeder = std::thread::spawn(move || {
