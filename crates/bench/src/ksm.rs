@@ -23,9 +23,9 @@ pub(crate) fn saved_pages() -> Result<u64> {
     Ok(figure("pages_sharing")? + figure("ksm_zero_pages").unwrap_or(0))
 }
 
-/// Bytes that it saves now.
-pub(crate) fn saved_bytes() -> Result<u64> {
-    Ok(saved_pages()? * 4096)
+/// Bytes of pages that processes have from others. Pages of zeros are not among them.
+pub(crate) fn sharing_bytes() -> Result<u64> {
+    Ok(figure("pages_sharing")? * 4096)
 }
 
 fn set(name: &str, value: u64) -> Result<()> {

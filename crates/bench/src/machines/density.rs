@@ -7,15 +7,15 @@
 //! ```
 
 use std::fs;
-use std::path::PathBuf;
-use std::thread;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use cofolio_cli::interrupt::Cancellable;
 use cofolio_node::vm::account::VmReport;
 use cofolio_node::vm::ram::Ram;
-use cofolio_store::task::Cancel;
+use cofolio_node::vm::recycler::Policy;
+use rustix::process::Signal;
 use serde::Serialize;
 
 use super::{Host, HostArgs, Machine, cycles_per_second};
@@ -25,7 +25,7 @@ use crate::goals::Goals;
 use crate::ksm::{self, Ksm};
 use crate::median::median;
 use crate::place::{Place, PlaceArgs};
-use crate::threads::{self, Threads};
+use crate::threads;
 use crate::{Outcome, report};
 
 /// The program in the guests' image.
@@ -196,19 +196,12 @@ struct Figures {
     runs: Vec<Ran>,
 }
 
-struct Bench<'a> {
-    args: &'a Args,
-    place: &'a Place,
-    cancel: &'a Cancel,
-}
-
 pub(crate) fn run(args: &Args) -> Outcome {
     let say = args.place.say();
     ksm::ensure_unused()?;
     let signals = Cancellable::begin()?;
     let place = Place::prepare(&args.place, None, &say)?;
-    let bench = Bench { args, place: &place, cancel: &signals.cancel };
-    let host = Host::new(&args.host, &place.domain)?;
+    let host = Host::new(&args.host, &place.domain, &signals.cancel)?;
     let image = tempfile::tempdir()?;
     fs::copy(&args.canary, image.path().join(CANARY))
         .with_context(|| args.canary.display().to_string())?;
@@ -216,7 +209,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let mut runs = Vec::new();
     for engine in Engine::all(args.scale) {
         say(&engine.title());
-        let ran = bench.engine(&host, engine);
+        let ran = run_engine(args, &place, &host, engine);
         let stopped = host.stop_all();
         let ran = cleanup::result(&signals.cancel, ran, stopped)?;
         say(&format!("{:.1} MB for each guest, {:.0} fit", ran.mean / 1e6, ran.fit));
@@ -230,173 +223,161 @@ pub(crate) fn run(args: &Args) -> Outcome {
         runs,
     };
     let goals = goals(args, &figures);
-    let root = std::path::Path::new("/");
+    let root = Path::new("/");
     report::finish(args.place.json.as_deref(), root, &figures, &table(&figures), &goals)
 }
 
-impl Bench<'_> {
-    fn wait(&self, seconds: f64) {
-        let began = Instant::now();
-        while began.elapsed().as_secs_f64() < seconds && !self.cancel.is_cancelled() {
-            thread::sleep(Duration::from_millis(50));
+fn run_engine(args: &Args, place: &Place, host: &Host<'_>, engine: Engine) -> Result<Ran> {
+    let daemon = match engine {
+        Engine::Cofolio { recycle_seconds, merge_seconds } => {
+            let config = place.work.join("vm-density.toml");
+            let text = format!(
+                "[vm]\nrecycle_seconds = {recycle_seconds}\nmerge_seconds = {merge_seconds}\n"
+            );
+            fs::write(&config, text)?;
+            Some(Daemon::start(Some(&host.program), &place.domain, &config)?)
         }
-    }
-
-    fn engine(&self, host: &Host<'_>, engine: Engine) -> Result<Ran> {
-        let daemon = match engine {
-            Engine::Cofolio { recycle_seconds, merge_seconds } => {
-                let config = self.place.work.join("vm-density.toml");
-                let text = format!(
-                    "[vm]\nrecycle_seconds = {recycle_seconds}\nmerge_seconds = {merge_seconds}\n"
-                );
-                fs::write(&config, text)?;
-                Some(Daemon::start(Some(&host.program), &self.place.domain, &config)?)
-            }
-            _ => None,
-        };
-        let ksm = if engine == Engine::Ksm { Some(Ksm::start(true)?) } else { None };
-        let mut machines = self.start(host, engine)?;
-        let cpu = |machines: &[Machine]| Cpu::take(engine, daemon.as_ref(), machines);
-        // What was merged at the start is done with.
-        self.wait(match engine {
-            Engine::Cofolio { merge_seconds, .. } => f64::from(2 * merge_seconds + 10),
-            _ => 10.0,
-        });
-        let idle = Duration::from_secs(20);
-        let before = cpu(&machines)?;
-        self.wait(idle.as_secs_f64());
-        let idle_cpu = (cpu(&machines)?.daemon - before.daemon) / idle.as_secs_f64();
-        let before = cpu(&machines)?;
-        let pulsed_before = pulsed(daemon.as_ref())?;
-        machines.iter().try_for_each(|machine| machine.signal(USR1))?;
-        let watched = self.watch(engine, daemon.as_ref(), &mut machines)?;
-        let after = cpu(&machines)?;
-        let pulsed = pulsed(daemon.as_ref())? - pulsed_before;
-        drop(ksm);
-        Ok(self.ran(engine, watched, idle_cpu, &before, &after, pulsed))
-    }
-
-    fn start(&self, host: &Host<'_>, engine: Engine) -> Result<Vec<Machine>> {
-        let Args { guests, memory, cycle, hold, .. } = self.args;
-        let files = memory * 3 / 4 / FILE_MIB;
-        let own = host.program.to_str().context("the program's path")?;
-        let by: &[&str] = if engine == Engine::Ksm { &[own, "ksm-exec", "--"] } else { &[] };
-        // Without a balloon a guest reports nothing either.
-        let balloon = u32::from(matches!(engine, Engine::Reporting | Engine::Cofolio { .. }));
-        let start = |number: u32| -> Result<Machine> {
-            ensure!(!self.cancel.is_cancelled(), "interrupted");
-            let options = [
-                "fill".to_owned(),
-                format!("seed={number}"),
-                format!("files={files}"),
-                format!("mib={FILE_MIB}"),
-                format!("cycle={cycle}"),
-                format!("hold={hold}"),
-                format!("balloon={balloon}"),
-                "wait=1".to_owned(),
-            ];
-            let options: Vec<&str> = options.iter().map(String::as_str).collect();
-            let (name, memory) = (format!("density{number}"), format!("{memory}M"));
-            let program = format!("/{CANARY}");
-            let options_of_run = ["--memory", &memory, "--entrypoint", &program];
-            let mut machine = host.start(by, &name, &options_of_run, "canary:1", &options)?;
-            machine.wait_for("ready")?;
-            Ok(machine)
-        };
-        (1..=*guests).map(start).collect()
-    }
-
-    /// What the host holds, and what the guests say, until all cycles are over.
-    fn watch(
-        &self,
-        engine: Engine,
-        daemon: Option<&Daemon>,
-        machines: &mut [Machine],
-    ) -> Result<Watched> {
-        let memory = self.args.memory << 20;
-        let proc = std::path::Path::new("/proc");
-        let rams = machines.iter().map(|machine| Ok(Ram::find(proc, machine.pid, memory)?));
-        let rams = rams.collect::<Result<Vec<_>>>()?;
-        let mut watched = Watched { held: Vec::new(), said: Vec::new() };
-        let (began, mut asked, mut pools) = (Instant::now(), Duration::ZERO, 0);
-        let end = Duration::from_secs(self.args.cycle * self.args.cycles);
-        while began.elapsed() < end {
-            ensure!(!self.cancel.is_cancelled(), "interrupted");
-            thread::sleep(SAMPLE);
-            let at = began.elapsed();
-            if let Some(daemon) = daemon.filter(|_| at >= asked + ASK) {
-                pools = daemon.client.get::<VmReport>("/v1/machines")?.pool_bytes;
-                asked = at;
-            }
-            let saved = if engine == Engine::Ksm { ksm::saved_bytes()? } else { 0 };
-            let resident = rams.iter().zip(&*machines).map(|(ram, machine)| {
-                ram.resident().with_context(|| format!("looking at {}", machine.name))
-            });
-            let resident = resident.collect::<Result<Vec<_>>>()?;
-            let guests: Vec<u64> = resident.iter().map(|it| it.private()).collect();
-            let seconds = at.as_secs_f64();
-            for (number, machine) in machines.iter_mut().enumerate() {
-                for event in machine.events()? {
-                    let what = event["event"].as_str().unwrap_or_default().to_owned();
-                    let figure = |name: &str| event[name].as_u64().unwrap_or(0);
-                    let (bytes, free) = (figure("bytes"), figure("free"));
-                    let all = resident[number].bytes;
-                    watched.said.push(Event { number, seconds, what, bytes, free, all });
-                }
-            }
-            watched.held.push(Held { seconds, guests, pools, saved });
-        }
-        Ok(watched)
-    }
-
-    fn ran(
-        &self,
-        engine: Engine,
-        watched: Watched,
-        idle_cpu: f64,
-        before: &Cpu,
-        after: &Cpu,
-        pulsed: u64,
-    ) -> Ran {
-        let seconds = (self.args.cycle * self.args.cycles) as f64;
-        let from = self.args.cycle as f64;
-        let counted = || watched.held.iter().filter(move |held| held.seconds >= from);
-        let totals: Vec<f64> = counted().map(Held::bytes).collect();
-        let guests = f64::from(self.args.guests);
-        let shared = |held: &Held| (held.pools as f64 - held.saved as f64) / guests;
-        let of_guests: Vec<f64> = counted()
-            .flat_map(|held| held.guests.iter().map(|bytes| *bytes as f64 + shared(held)))
-            .collect();
-        let (mean, deviation) = mean_and_deviation(&of_guests);
-        let removals = watched.removals(self.args.memory << 20);
-        let returned: u64 = removals.iter().map(|removal| removal.returned).sum();
-        let cycles = |seconds: f64| {
-            seconds * cycles_per_second().unwrap_or(f64::NAN) / (returned as f64 / PAGE)
-        };
-        let recycler = after.recycler - before.recycler;
-        let vmm = after.vmm - before.vmm;
-        Ran {
-            engine,
-            removals,
-            mean,
-            deviation,
-            lowest: totals.iter().copied().fold(f64::INFINITY, f64::min),
-            highest: totals.iter().copied().fold(0.0, f64::max),
-            fit: fit(mean, deviation),
-            idle_cpu,
-            cpu: (after.daemon - before.daemon) / seconds,
-            recycler_cpu: recycler / seconds,
-            vmm_cpu: vmm / seconds,
-            pulsed,
-            cycles_per_page: cycles(recycler),
-            all_cycles_per_page: cycles(recycler + vmm),
-            seconds,
-            held: watched.held,
-        }
-    }
+        _ => None,
+    };
+    let ksm = if engine == Engine::Ksm { Some(Ksm::start(true)?) } else { None };
+    let mut machines = start(args, host, engine)?;
+    let cpu = |machines: &[Machine]| Cpu::take(engine, daemon.as_ref(), machines);
+    // What was merged at the start is done with.
+    let settling = match engine {
+        Engine::Cofolio { merge_seconds, .. } => 2 * merge_seconds + 10,
+        _ => 10,
+    };
+    host.wait(Duration::from_secs(settling.into()))?;
+    let idle = Duration::from_secs(20);
+    let before = cpu(&machines)?;
+    host.wait(idle)?;
+    let idle_cpu = (cpu(&machines)?.daemon - before.daemon) / idle.as_secs_f64();
+    let before = cpu(&machines)?;
+    let pulsed_before = pulsed(daemon.as_ref())?;
+    machines.iter().try_for_each(|machine| machine.signal(Signal::USR1.as_raw()))?;
+    let watched = watch(args, host, engine, daemon.as_ref(), &mut machines)?;
+    let after = cpu(&machines)?;
+    let pulsed = pulsed(daemon.as_ref())? - pulsed_before;
+    drop(ksm);
+    Ok(summary(args, engine, watched, idle_cpu, &before, &after, pulsed))
 }
 
-const USR1: i32 = 10;
+fn start(args: &Args, host: &Host<'_>, engine: Engine) -> Result<Vec<Machine>> {
+    let Args { guests, memory, cycle, hold, .. } = args;
+    let files = memory * 3 / 4 / FILE_MIB;
+    let own = host.program.to_str().context("the program's path")?;
+    let by: &[&str] = if engine == Engine::Ksm { &[own, "ksm-exec", "--"] } else { &[] };
+    // Without a balloon a guest reports nothing either.
+    let balloon = u32::from(matches!(engine, Engine::Reporting | Engine::Cofolio { .. }));
+    let start = |number: u32| -> Result<Machine> {
+        let options = [
+            "fill".to_owned(),
+            format!("seed={number}"),
+            format!("files={files}"),
+            format!("mib={FILE_MIB}"),
+            format!("cycle={cycle}"),
+            format!("hold={hold}"),
+            format!("balloon={balloon}"),
+            "wait=1".to_owned(),
+        ];
+        let options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let (name, memory) = (format!("density{number}"), format!("{memory}M"));
+        let program = format!("/{CANARY}");
+        let options_of_run = ["--memory", &memory, "--entrypoint", &program];
+        let mut machine = host.start(by, &name, &options_of_run, "canary:1", &options)?;
+        machine.wait_for("ready")?;
+        Ok(machine)
+    };
+    (1..=*guests).map(start).collect()
+}
+
+/// What the host holds, and what the guests say, until all cycles are over.
+fn watch(
+    args: &Args,
+    host: &Host<'_>,
+    engine: Engine,
+    daemon: Option<&Daemon>,
+    machines: &mut [Machine],
+) -> Result<Watched> {
+    let memory = args.memory << 20;
+    let proc = Path::new("/proc");
+    let rams = machines.iter().map(|machine| Ok(Ram::find(proc, machine.pid, memory)?));
+    let rams = rams.collect::<Result<Vec<_>>>()?;
+    let mut watched = Watched { held: Vec::new(), said: Vec::new() };
+    let (began, mut asked, mut pools) = (Instant::now(), Duration::ZERO, 0);
+    let end = Duration::from_secs(args.cycle * args.cycles);
+    while began.elapsed() < end {
+        host.wait(SAMPLE)?;
+        let at = began.elapsed();
+        if let Some(daemon) = daemon.filter(|_| at >= asked + ASK) {
+            pools = daemon.client.get::<VmReport>("/v1/machines")?.pool_bytes;
+            asked = at;
+        }
+        let saved = if engine == Engine::Ksm { ksm::sharing_bytes()? } else { 0 };
+        let resident = rams.iter().zip(&*machines).map(|(ram, machine)| {
+            ram.resident().with_context(|| format!("looking at {}", machine.name))
+        });
+        let resident = resident.collect::<Result<Vec<_>>>()?;
+        let guests: Vec<u64> = resident.iter().map(|it| it.private()).collect();
+        let seconds = at.as_secs_f64();
+        for (number, machine) in machines.iter_mut().enumerate() {
+            for event in machine.events()? {
+                let what = event["event"].as_str().unwrap_or_default().to_owned();
+                let figure = |name: &str| event[name].as_u64().unwrap_or(0);
+                let (bytes, free) = (figure("bytes"), figure("free"));
+                let all = resident[number].bytes;
+                watched.said.push(Event { number, seconds, what, bytes, free, all });
+            }
+        }
+        watched.held.push(Held { seconds, guests, pools, saved });
+    }
+    Ok(watched)
+}
+
+fn summary(
+    args: &Args,
+    engine: Engine,
+    watched: Watched,
+    idle_cpu: f64,
+    before: &Cpu,
+    after: &Cpu,
+    pulsed: u64,
+) -> Ran {
+    let seconds = (args.cycle * args.cycles) as f64;
+    let from = args.cycle as f64;
+    let counted = || watched.held.iter().filter(move |held| held.seconds >= from);
+    let totals: Vec<f64> = counted().map(Held::bytes).collect();
+    let guests = f64::from(args.guests);
+    let shared = |held: &Held| (held.pools as f64 - held.saved as f64) / guests;
+    let of_guests: Vec<f64> = counted()
+        .flat_map(|held| held.guests.iter().map(|bytes| *bytes as f64 + shared(held)))
+        .collect();
+    let (mean, deviation) = mean_and_deviation(&of_guests);
+    let removals = watched.removals(args.memory << 20);
+    let returned: u64 = removals.iter().map(|removal| removal.returned).sum();
+    let cycles =
+        |seconds: f64| seconds * cycles_per_second().unwrap_or(f64::NAN) / (returned as f64 / PAGE);
+    let recycler = after.recycler - before.recycler;
+    let vmm = after.vmm - before.vmm;
+    Ran {
+        engine,
+        removals,
+        mean,
+        deviation,
+        lowest: totals.iter().copied().fold(f64::INFINITY, f64::min),
+        highest: totals.iter().copied().fold(0.0, f64::max),
+        fit: fit(mean, deviation),
+        idle_cpu,
+        cpu: (after.daemon - before.daemon) / seconds,
+        recycler_cpu: recycler / seconds,
+        vmm_cpu: vmm / seconds,
+        pulsed,
+        cycles_per_page: cycles(recycler),
+        all_cycles_per_page: cycles(recycler + vmm),
+        seconds,
+        held: watched.held,
+    }
+}
 
 struct Event {
     number: usize,
@@ -438,7 +419,7 @@ impl Watched {
                 let mut reached = series.clone().filter(|(_, bytes)| *bytes as f64 <= bound);
                 reached.next().map_or(f64::NAN, |(seconds, _)| seconds - filled.seconds)
             };
-            let used = memory - after.free + RESERVE;
+            let used = memory - after.free + Policy::default().reserve;
             Some(Removal {
                 bytes: event.bytes,
                 returned,
@@ -450,9 +431,6 @@ impl Watched {
         self.said.iter().filter(|event| event.what == "removed").filter_map(of).collect()
     }
 }
-
-/// What the daemon leaves each guest by default.
-const RESERVE: u64 = 32 << 20;
 
 /// Processor seconds so far.
 struct Cpu {
@@ -469,7 +447,7 @@ impl Cpu {
         let vmm = machines.iter().map(|it| threads(it).seconds_of(is_no_processor)).sum();
         let (own, recycler) = match daemon {
             Some(daemon) => (daemon.cpu_seconds()?, daemon.threads().seconds("recycler")),
-            None if engine == Engine::Ksm => (Threads::seconds(&threads::of("/proc"), "ksmd"), 0.0),
+            None if engine == Engine::Ksm => (threads::of("/proc").seconds("ksmd"), 0.0),
             None => (0.0, 0.0),
         };
         Ok(Self { daemon: own, recycler, vmm })

@@ -18,7 +18,10 @@ use cofolio_image::diff::{Diff, pages};
 use cofolio_node::vm::account::mapped_image_files;
 use cofolio_node::vm::ram::Ram;
 use cofolio_node::vm::{Accel, Kernel, initramfs};
-use cofolio_store::task::{Cancel, Task};
+use cofolio_store::{
+    Domain,
+    task::{Cancel, Task},
+};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -122,27 +125,20 @@ struct Figures {
     runs: Vec<Ran>,
 }
 
-struct Bench<'a> {
-    args: &'a Args,
-    place: &'a Place,
-    cancel: &'a Cancel,
-}
-
 pub(crate) fn run(args: &Args) -> Outcome {
     let say = args.place.say();
     let signals = Cancellable::begin()?;
     let place = Place::prepare(&args.place, Some("vm-image"), &say)?;
-    let bench = Bench { args, place: &place, cancel: &signals.cancel };
-    let host = Host::new(&args.host, &place.domain)?;
+    let host = Host::new(&args.host, &place.domain, &signals.cancel)?;
     let images = [(&args.old, "old"), (&args.new, "new")];
     for (image, name) in images {
         host.import(image, name)?;
     }
-    let (unique_pages, unique_files, unpacked) = bench.pages()?;
+    let (unique_pages, unique_files, unpacked) = unique(&place.domain)?;
     let mut runs = Vec::new();
     for how in [How::Disk, How::DaxPerImage, How::DaxShared] {
         say(how.title());
-        let ran = bench.ran(&host, how);
+        let ran = run_as(args, &place, &host, &signals.cancel, how);
         let stopped = host.stop_all();
         runs.push(cleanup::result(&signals.cancel, ran, stopped)?);
     }
@@ -153,143 +149,133 @@ pub(crate) fn run(args: &Args) -> Outcome {
     report::finish(args.place.json.as_deref(), root, &figures, &table(&figures), &goals)
 }
 
-impl Bench<'_> {
-    /// Bytes of unique pages, of unique files in pages, and of the files of both images, each on its own.
-    fn pages(&self) -> Result<(u64, u64, u64)> {
-        let domain = &self.place.domain;
-        let digest =
-            |name| Ok::<_, anyhow::Error>(domain.get_ref(name)?.context("no image")?.image);
-        let (old, new) = (digest("old")?, digest("new")?);
-        let diff = Diff::of(domain, [&old, &new], &mut |_| {})?;
-        let report = pages::compare(domain, &diff, pages::MEMORY_DEFAULT, &Task::default())?;
-        let bytes = |pages: u64| pages * PAGE;
-        Ok((
-            bytes(report.distinct_pages),
-            bytes(diff.pages_by_file()),
-            bytes(diff.pages_unshared()),
-        ))
-    }
+/// Bytes of unique pages, of unique files in pages, and of the files of both images, each on its own.
+fn unique(domain: &Domain) -> Result<(u64, u64, u64)> {
+    let digest = |name| Ok::<_, anyhow::Error>(domain.get_ref(name)?.context("no image")?.image);
+    let (old, new) = (digest("old")?, digest("new")?);
+    let diff = Diff::of(domain, [&old, &new], &mut |_| {})?;
+    let report = pages::compare(domain, &diff, pages::MEMORY_DEFAULT, &Task::default())?;
+    let bytes = |pages: u64| pages * PAGE;
+    Ok((bytes(report.distinct_pages), bytes(diff.pages_by_file()), bytes(diff.pages_unshared())))
+}
 
-    fn ran(&self, host: &Host<'_>, how: How) -> Result<Ran> {
-        let versions = ["old", "new"];
-        match how {
-            How::Disk => self.with_disks(host),
-            How::DaxShared => {
-                cold_start()?;
-                let machines = self.start(host, &versions)?;
-                self.measured(how, machines)
+fn run_as(args: &Args, place: &Place, host: &Host<'_>, cancel: &Cancel, how: How) -> Result<Ran> {
+    let versions = ["old", "new"];
+    match how {
+        How::Disk => with_disks(args, place, host),
+        How::DaxShared => {
+            cold_start()?;
+            let machines = start(args, host, &versions)?;
+            measured(args, how, machines)
+        }
+        How::DaxPerImage => {
+            // A trust domain for each.
+            let store = place.domain.store();
+            let domains = versions.map(|version| format!("vm-image-{version}"));
+            let domains = domains.map(|name| store.domain_or_create(&name));
+            let mut hosts = Vec::new();
+            for (domain, image) in domains.iter().zip([&args.old, &args.new]) {
+                let domain = domain.as_ref().map_err(|it| anyhow::anyhow!("{it}"))?;
+                let host = Host::new(&args.host, domain, cancel)?;
+                hosts.push((host, image));
             }
-            How::DaxPerImage => {
-                // A trust domain for each.
-                let store = self.place.domain.store();
-                let domains = versions.map(|version| format!("vm-image-{version}"));
-                let domains = domains.map(|name| store.domain_or_create(&name));
-                let mut hosts = Vec::new();
-                for (domain, image) in domains.iter().zip([&self.args.old, &self.args.new]) {
-                    let domain = domain.as_ref().map_err(|it| anyhow::anyhow!("{it}"))?;
-                    let host = Host::new(&self.args.host, domain)?;
-                    hosts.push((host, image));
-                }
-                for ((host, image), version) in hosts.iter().zip(versions) {
-                    host.import(image, version)?;
-                }
-                cold_start()?;
-                let mut machines = Vec::new();
-                for ((host, _), version) in hosts.iter().zip(versions) {
-                    machines.extend(self.start(host, &[version])?);
-                }
-                self.measured(how, machines)
+            for ((host, image), version) in hosts.iter().zip(versions) {
+                host.import(image, version)?;
             }
-        }
-    }
-
-    fn start(&self, host: &Host<'_>, versions: &[&str]) -> Result<Vec<Machine>> {
-        let mut machines = Vec::new();
-        let memory = format!("{}M", self.args.memory);
-        for number in 0..self.args.guests {
-            for version in versions {
-                ensure!(!self.cancel.is_cancelled(), "interrupted");
-                let name = format!("image-{version}{number}");
-                let options = ["--memory", &memory, "--user", "0", "--entrypoint", "sh"];
-                machines.push(host.start(&[], &name, &options, version, &["-c", SCRIPT])?);
+            cold_start()?;
+            let mut machines = Vec::new();
+            for ((host, _), version) in hosts.iter().zip(versions) {
+                machines.extend(start(args, host, &[version])?);
             }
+            measured(args, how, machines)
         }
-        Ok(machines)
     }
+}
 
-    /// Waits until all machines have read everything; what that took.
-    fn measured(&self, how: How, mut machines: Vec<Machine>) -> Result<Ran> {
-        let said = machines.iter_mut().map(|machine| machine.wait_for("read"));
-        let said = said.collect::<Result<Vec<_>>>()?;
-        let mut files: Vec<PathBuf> = Vec::new();
-        let mut guests = Vec::new();
-        for (machine, said) in machines.iter().zip(&said) {
-            let attached = mapped_image_files(Path::new("/proc"), machine.pid)?;
-            guests.push(self.guest(machine.pid, said, &attached)?);
-            files.extend(attached);
+fn start(args: &Args, host: &Host<'_>, versions: &[&str]) -> Result<Vec<Machine>> {
+    let mut machines = Vec::new();
+    let memory = format!("{}M", args.memory);
+    for number in 0..args.guests {
+        for version in versions {
+            let name = format!("image-{version}{number}");
+            let options = ["--memory", &memory, "--user", "0", "--entrypoint", "sh"];
+            machines.push(host.start(&[], &name, &options, version, &["-c", SCRIPT])?);
         }
-        Ok(Ran { how, guests, cached: cached(files)? })
     }
+    Ok(machines)
+}
 
-    fn guest(&self, pid: u32, said: &Value, attached: &[PathBuf]) -> Result<Guest> {
-        let figure =
-            |name: &str| said[name].as_u64().with_context(|| format!("no {name} in {said}"));
-        let ram = Ram::find(Path::new("/proc"), pid, self.args.memory << 20)?;
-        let sizes = attached.iter().map(|path| Ok(fs::metadata(path)?.len()));
-        Ok(Guest {
-            read: figure("bytes")?,
-            cost: figure("before")?.saturating_sub(figure("free")?),
-            private: ram.resident()?.private(),
-            attached: sizes.sum::<Result<u64>>()?,
-        })
+/// Waits until all machines have read everything; what that took.
+fn measured(args: &Args, how: How, mut machines: Vec<Machine>) -> Result<Ran> {
+    let said = machines.iter_mut().map(|machine| machine.wait_for("read"));
+    let said = said.collect::<Result<Vec<_>>>()?;
+    let mut files: Vec<PathBuf> = Vec::new();
+    let mut guests = Vec::new();
+    for (machine, said) in machines.iter().zip(&said) {
+        let attached = mapped_image_files(Path::new("/proc"), machine.pid)?;
+        guests.push(account(args, machine.pid, said, &attached)?);
+        files.extend(attached);
     }
+    Ok(Ran { how, guests, cached: cached(files)? })
+}
 
-    /// Guests whose disk is an EROFS filesystem of the image.
-    fn with_disks(&self, host: &Host<'_>) -> Result<Ran> {
-        let kernel = Kernel::open(&self.args.host.kernel)?;
-        let boot = initramfs(&self.place.work, &kernel, &self.args.canary, &["virtio_blk"])?;
-        let mut disks = Vec::new();
-        for version in ["old", "new"] {
-            let disk = self.place.work.join(format!("{version}.erofs"));
-            let target = format!("erofs:{}", disk.display());
-            host.run(&["export", "--replace", version, &target])?;
-            disks.push(disk);
-        }
-        cold_start()?;
-        let mut guests = Vec::new();
-        for _ in 0..self.args.guests {
-            for disk in &disks {
-                ensure!(!self.cancel.is_cancelled(), "interrupted");
-                guests.push((self.qemu(&kernel, &boot, disk)?, disk));
-            }
-        }
-        let mut measured = Vec::new();
-        for (guest, disk) in &guests {
-            let said = guest.wait()?;
-            measured.push(self.guest(guest.child.id(), &said, std::slice::from_ref(*disk))?);
-        }
-        Ok(Ran { how: How::Disk, guests: measured, cached: cached(disks)? })
-    }
+fn account(args: &Args, pid: u32, said: &Value, attached: &[PathBuf]) -> Result<Guest> {
+    let figure = |name: &str| said[name].as_u64().with_context(|| format!("no {name} in {said}"));
+    let ram = Ram::find(Path::new("/proc"), pid, args.memory << 20)?;
+    let sizes = attached.iter().map(|path| Ok(fs::metadata(path)?.len()));
+    Ok(Guest {
+        read: figure("bytes")?,
+        cost: figure("before")?.saturating_sub(figure("free")?),
+        private: ram.resident()?.private(),
+        attached: sizes.sum::<Result<u64>>()?,
+    })
+}
 
-    fn qemu(&self, kernel: &Kernel, boot: &Path, disk: &Path) -> Result<WithDisk> {
-        let mut command = Command::new("qemu-system-x86_64");
-        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-        match Accel::of_this_machine(Path::new("/")) {
-            Accel::Kvm => command.args(["-accel", "kvm", "-machine", "pc", "-cpu", "host"]),
-            Accel::Tcg => command
-                .args(["-accel", "tcg,tb-size=64", "-machine", "pc,hpet=off"])
-                .args(["-cpu", "max,cx16=off"]),
-        };
-        command.args(["-m", &format!("{}M", self.args.memory), "-serial", "stdio"]);
-        command.arg("-kernel").arg(&kernel.image).arg("-initrd").arg(boot);
-        command.args(["-append", "console=ttyS0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce"]);
-        let drive = format!("if=none,id=disk,format=raw,readonly=on,file={}", disk.display());
-        command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
-        let output = tempfile::NamedTempFile::new()?;
-        command.stdin(Stdio::null()).stdout(output.reopen()?).stderr(File::create("/dev/null")?);
-        let child = command.spawn().context("starting qemu-system-x86_64")?;
-        Ok(WithDisk { child, output })
+/// Guests whose disk is an EROFS filesystem of the image.
+fn with_disks(args: &Args, place: &Place, host: &Host<'_>) -> Result<Ran> {
+    let kernel = Kernel::open(&host.kernel)?;
+    let boot = initramfs(&place.work, &kernel, &args.canary, &["virtio_blk"])?;
+    let mut disks = Vec::new();
+    for version in ["old", "new"] {
+        let disk = place.work.join(format!("{version}.erofs"));
+        let target = format!("erofs:{}", disk.display());
+        host.run(&["export", "--replace", version, &target])?;
+        disks.push(disk);
     }
+    cold_start()?;
+    let mut guests = Vec::new();
+    for _ in 0..args.guests {
+        for disk in &disks {
+            host.check()?;
+            guests.push((qemu(args, &kernel, &boot, disk)?, disk));
+        }
+    }
+    let mut measured = Vec::new();
+    for (guest, disk) in &guests {
+        let said = guest.wait()?;
+        measured.push(account(args, guest.child.id(), &said, std::slice::from_ref(*disk))?);
+    }
+    Ok(Ran { how: How::Disk, guests: measured, cached: cached(disks)? })
+}
+
+fn qemu(args: &Args, kernel: &Kernel, boot: &Path, disk: &Path) -> Result<WithDisk> {
+    let mut command = Command::new("qemu-system-x86_64");
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    match Accel::of_this_machine(Path::new("/")) {
+        Accel::Kvm => command.args(["-accel", "kvm", "-machine", "pc", "-cpu", "host"]),
+        Accel::Tcg => command
+            .args(["-accel", "tcg,tb-size=64", "-machine", "pc,hpet=off"])
+            .args(["-cpu", "max,cx16=off"]),
+    };
+    command.args(["-m", &format!("{}M", args.memory), "-serial", "stdio"]);
+    command.arg("-kernel").arg(&kernel.image).arg("-initrd").arg(boot);
+    command.args(["-append", "console=ttyS0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce"]);
+    let drive = format!("if=none,id=disk,format=raw,readonly=on,file={}", disk.display());
+    command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    let output = tempfile::NamedTempFile::new()?;
+    command.stdin(Stdio::null()).stdout(output.reopen()?).stderr(File::create("/dev/null")?);
+    let child = command.spawn().context("starting qemu-system-x86_64")?;
+    Ok(WithDisk { child, output })
 }
 
 /// A guest with a disk. It ends with this.

@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cofolio_cli::exit::{Exit, Fail};
 use cofolio_guest::Message;
 use cofolio_node::run_dir::RunDir;
-use cofolio_store::Domain;
+use cofolio_store::{Domain, task::Cancel};
 use serde_json::Value;
 
 /// How long a guest may take for what it is waited for; an emulated processor is slow.
@@ -33,12 +33,13 @@ pub(crate) struct HostArgs {
     cofolio: Option<PathBuf>,
 }
 
-/// Where virtual machines run. They end with it.
+/// Where virtual machines run, until it is cancelled. They end with it.
 pub(crate) struct Host<'d> {
     pub(crate) program: PathBuf,
+    pub(crate) kernel: PathBuf,
     domain: &'d Domain,
     run: RunDir,
-    kernel: PathBuf,
+    cancel: &'d Cancel,
 }
 
 /// A virtual machine.
@@ -51,12 +52,12 @@ pub(crate) struct Machine {
 }
 
 impl<'d> Host<'d> {
-    pub(crate) fn new(args: &HostArgs, domain: &'d Domain) -> Result<Self> {
+    pub(crate) fn new(args: &HostArgs, domain: &'d Domain, cancel: &'d Cancel) -> Result<Self> {
         let beside =
             || -> Result<PathBuf> { Ok(std::env::current_exe()?.with_file_name("cofolio")) };
         let program = args.cofolio.clone().map_or_else(beside, Ok)?;
         let run = RunDir::of(domain.store())?;
-        let host = Self { program, domain, run, kernel: args.kernel.clone() };
+        let host = Self { program, kernel: args.kernel.clone(), domain, run, cancel };
         // Those of a run that was killed.
         host.stop_all()?;
         Ok(host)
@@ -92,6 +93,7 @@ impl<'d> Host<'d> {
         image: &str,
         args: &[&str],
     ) -> Result<Machine> {
+        self.check()?;
         let mut command = self.cofolio(by)?;
         command.args(["vm", "run", "--detach", "--name", name, "--kernel"]).arg(&self.kernel);
         command.args(options).arg(image).arg("--").args(args);
@@ -104,6 +106,22 @@ impl<'d> Host<'d> {
         let dir = self.run.path().join("vms").join(name);
         let output = File::open(dir.join("output"))?;
         Ok(Machine { name: name.to_owned(), pid, dir, output, said: String::new() })
+    }
+
+    /// Fails if it was cancelled.
+    pub(crate) fn check(&self) -> Result<()> {
+        ensure!(!self.cancel.is_cancelled(), "interrupted");
+        Ok(())
+    }
+
+    /// Waits, unless it is cancelled.
+    pub(crate) fn wait(&self, wait: Duration) -> Result<()> {
+        let began = Instant::now();
+        while began.elapsed() < wait {
+            self.check()?;
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
     }
 
     /// Ends all machines.

@@ -72,15 +72,22 @@ pub(crate) struct ProcessArgs {
     /// Program in place of the image's entry point; empty for none
     #[arg(long, value_name = "PROGRAM")]
     entrypoint: Option<String>,
+    #[command(flatten)]
+    setting: SettingArgs,
+}
+
+/// In which setting a process is started, as far as it is not that of the image.
+#[derive(Debug, clap::Args)]
+pub(crate) struct SettingArgs {
     /// Set or add to the environment; NAME alone takes the caller's value
     #[arg(long, short, value_name = "NAME=VALUE")]
     env: Vec<String>,
     /// User to run as, by name or number
     #[arg(long, short, value_name = "USER[:GROUP]")]
-    user: Option<String>,
+    pub(crate) user: Option<String>,
     /// Working directory
     #[arg(long, short, value_name = "DIR")]
-    workdir: Option<String>,
+    pub(crate) workdir: Option<String>,
 }
 
 impl ProcessArgs {
@@ -101,27 +108,31 @@ impl ProcessArgs {
                 "" => Vec::new(),
                 program => vec![program.to_owned()],
             }),
-            env: environment(&self.env)?,
-            user: self.user.clone(),
-            working_dir: self.workdir.clone(),
+            env: self.setting.environment()?,
+            user: self.setting.user.clone(),
+            working_dir: self.setting.workdir.clone(),
             annotations,
             ..bundle::Options::default()
         })
     }
 }
 
-/// The values of --env.
-pub(crate) fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
-    let mut env = Vec::with_capacity(entries.len());
-    for entry in entries {
-        match entry.split_once('=') {
-            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
-            Some(_) => env.push(entry.clone()),
-            // As Docker does it: a name without a value here is not set there.
-            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
+impl SettingArgs {
+    /// The environment.
+    pub(crate) fn environment(&self) -> anyhow::Result<Vec<String>> {
+        let mut env = Vec::with_capacity(self.env.len());
+        for entry in &self.env {
+            match entry.split_once('=') {
+                Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
+                Some(_) => env.push(entry.clone()),
+                // As Docker does it: a name without a value here is not set there.
+                None => {
+                    env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}")));
+                }
+            }
         }
+        Ok(env)
     }
-    Ok(env)
 }
 
 /// The config of an image. An imported directory has none: the caller says what to run.

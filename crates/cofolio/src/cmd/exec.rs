@@ -17,27 +17,42 @@ use crate::exit::{Ended, Fail};
 pub(crate) struct Args {
     /// Name of the container, as `ps` shows it
     name: String,
+    #[command(flatten)]
+    process: BesideArgs,
+}
+
+/// A process beside the image's own.
+#[derive(Debug, clap::Args)]
+pub(crate) struct BesideArgs {
     /// Program and its arguments
     #[arg(trailing_var_arg = true, required = true)]
-    command: Vec<String>,
+    pub(crate) command: Vec<String>,
     /// Give it this process's standard input
     #[arg(long, short)]
-    interactive: bool,
+    pub(crate) interactive: bool,
     /// Give it a terminal; standard input must be one
     #[arg(long, short)]
-    tty: bool,
+    pub(crate) tty: bool,
+}
+
+impl BesideArgs {
+    /// Refuses a terminal that is not there.
+    pub(crate) fn check(&self) -> Result<(), Fail> {
+        match self.tty && !std::io::stdin().is_terminal() {
+            true => Err(Fail::usage("--tty: standard input is not a terminal")),
+            false => Ok(()),
+        }
+    }
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     context.needs_root("starting a process in a container")?;
-    if args.tty && !std::io::stdin().is_terminal() {
-        return Err(Fail::usage("--tty: standard input is not a terminal").into());
-    }
-    let streams =
-        if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
+    let BesideArgs { command, interactive, tty } = &args.process;
+    args.process.check()?;
+    let streams = if *tty { Streams::Terminal } else { Streams::Ours { input: *interactive } };
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain)?);
-    let (status, refusal) = containers.exec(&args.name, &args.command, &streams)?.wait();
+    let (status, refusal) = containers.exec(&args.name, command, &streams)?.wait();
     let status = status.context("waiting for the runtime")?;
     super::run::ended(status, refusal)
 }

@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use super::error::{Result, VmError};
 use super::qmp::Qmp;
-use super::{Machines, State, qemu};
+use super::{Machines, State, socket};
 use crate::run_dir::running::random_number;
 
 /// How long a guest may take to start a process. An emulated processor is slow.
@@ -223,7 +223,7 @@ impl Drop for Port {
 
 /// Waits until others have done: it serves one at a time.
 fn monitor(dir: &Path) -> io::Result<Qmp> {
-    Qmp::new(qemu::connect(dir, "exec")?)
+    Qmp::new(socket::connect(dir, "exec")?)
 }
 
 /// Unplugs the ports of those who were killed: QEMU says of their sockets that they are

@@ -41,6 +41,7 @@ pub mod qmp;
 pub mod ram;
 pub mod recycler;
 mod run;
+mod socket;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -185,7 +186,7 @@ impl<'a> Machines<'a> {
         // Before the question whether it lives: the number cannot be another one's then.
         let vmm = status.pid.and_then(|pid| pidfd(pid).ok());
         let signal = signal_number(&status.record.stop_signal);
-        let asked = qemu::connect(&dir, "control")
+        let asked = socket::connect(&dir, "control")
             .and_then(|mut control| Message::Signal(signal).write(&mut control));
         while asked.is_ok() && Instant::now() < until {
             if self.remove_if_ended(name, true)? || !dir.exists() {
@@ -274,7 +275,7 @@ fn names(all: &Path) -> Result<Vec<String>> {
 fn status(dir: &Path) -> Result<Option<VmStatus>> {
     let Some(record) = read_record(dir)? else { return Ok(None) };
     let lives = is_locked(dir)?;
-    let is_attended = || qemu::connect(dir, "control").is_ok();
+    let is_attended = || socket::connect(dir, "control").is_ok();
     let state = match lives {
         false => State::Ended,
         true if is_attended() => State::Running,

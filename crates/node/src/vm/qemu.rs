@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -158,20 +157,6 @@ fn escaped(path: &Path) -> OsString {
     use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
     let bytes = path.as_os_str().as_bytes().iter();
     OsString::from_vec(bytes.flat_map(|&b| if b == b',' { vec![b, b] } else { vec![b] }).collect())
-}
-
-/// Connects to what listens in a directory, however long its path is.
-pub(super) fn connect(dir: &Path, name: &str) -> io::Result<std::os::unix::net::UnixStream> {
-    let held = File::open(dir)?;
-    let path = format!("/proc/self/fd/{}/{name}", held.as_raw_fd());
-    std::os::unix::net::UnixStream::connect(path)
-}
-
-/// Listens in a directory, however long its path is.
-pub(super) fn listen(dir: &Path, name: &str) -> io::Result<std::os::unix::net::UnixListener> {
-    let held = File::open(dir)?;
-    let path = format!("/proc/self/fd/{}/{name}", held.as_raw_fd());
-    std::os::unix::net::UnixListener::bind(path)
 }
 
 #[cfg(test)]

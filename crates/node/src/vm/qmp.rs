@@ -1,13 +1,13 @@
 //! QEMU's control protocol (docs/interop/qmp-spec.rst): a JSON document a line.
 
-use std::io::{self, BufRead as _, BufReader, IoSlice, Read as _, Write as _};
-use std::mem::MaybeUninit;
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
+
+use super::socket::send_with;
 
 /// Longest answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 4 << 20;
@@ -52,14 +52,7 @@ impl Qmp {
     pub fn pass(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
         let call = json!({ "execute": "getfd", "arguments": { "fdname": name } });
         let call = format!("{call}\n");
-        let fds = [fd];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&fds));
-        let socket = self.reader.get_mut();
-        let bytes = [IoSlice::new(call.as_bytes())];
-        let sent = sendmsg(&*socket, &bytes, &mut control, SendFlags::NOSIGNAL)?;
-        socket.write_all(&call.as_bytes()[sent..])?;
+        send_with(self.reader.get_ref(), call.as_bytes(), fd)?;
         self.answer("getfd").map(drop)
     }
 

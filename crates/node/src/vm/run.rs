@@ -19,6 +19,7 @@ use cofolio_store::task::{Cancel, Task};
 use super::error::{Result, VmError};
 use super::initramfs::{beside, guest_program, initramfs};
 use super::qemu::{self, Accel, Qemu};
+use super::socket;
 use super::{DiskRequest, Kernel, Machines, VmRecord, console, disk, image, merger, remove_files};
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
@@ -186,9 +187,9 @@ impl Machines<'_> {
         let text = serde_json::to_vec(&record).map_err(io::Error::other).at("writing", &path)?;
         write_file(&path, &text)?;
 
-        let control = qemu::listen(dir, "control").at("listening at", dir.join("control"))?;
+        let control = socket::listen(dir, "control").at("listening at", dir.join("control"))?;
         let monitors = ["qmp", "recycle", "exec"].map(|name| {
-            let listener = qemu::listen(dir, name).at("listening at", dir.join(name))?;
+            let listener = socket::listen(dir, name).at("listening at", dir.join(name))?;
             Ok::<_, VmError>(OwnedFd::from(listener))
         });
         let monitors = monitors.into_iter().collect::<Result<Vec<_>>>()?;

@@ -1,4 +1,3 @@
-use std::io::IsTerminal as _;
 use std::os::fd::AsFd as _;
 
 use anyhow::Context as _;
@@ -8,7 +7,8 @@ use cofolio_node::vm::exec::ExecProcess;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use signal_hook::iterator::Signals;
 
-use crate::cmd::bundle::environment;
+use crate::cmd::bundle::SettingArgs;
+use crate::cmd::exec::BesideArgs;
 use crate::cmd::run::terminal_size;
 use crate::cmd::vm::run::PATIENCE;
 use crate::cmd::vm::terminal::RawTerminal;
@@ -32,48 +32,33 @@ use crate::exit::{Ended, Exit, Fail};
 pub(crate) struct Args {
     /// Name of the machine, as `vm ps` shows it
     name: String,
-    /// Program and its arguments
-    #[arg(trailing_var_arg = true, required = true)]
-    command: Vec<String>,
-    /// Give it this process's standard input
-    #[arg(long, short)]
-    interactive: bool,
-    /// Give it a terminal; standard input must be one
-    #[arg(long, short)]
-    tty: bool,
-    /// Set or add to the environment; NAME alone takes the caller's value
-    #[arg(long, short, value_name = "NAME=VALUE")]
-    env: Vec<String>,
-    /// User to run as, by name or number
-    #[arg(long, short, value_name = "USER[:GROUP]")]
-    user: Option<String>,
-    /// Working directory
-    #[arg(long, short, value_name = "DIR")]
-    workdir: Option<String>,
+    #[command(flatten)]
+    process: BesideArgs,
+    #[command(flatten)]
+    setting: SettingArgs,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     context.needs_root("starting a process in a virtual machine")?;
-    if args.tty && !std::io::stdin().is_terminal() {
-        return Err(Fail::usage("--tty: standard input is not a terminal").into());
-    }
-    let mut env = environment(&args.env)?;
-    if args.tty && !env.iter().any(|entry| entry.starts_with("TERM=")) {
+    let BesideArgs { command, interactive, tty } = &args.process;
+    args.process.check()?;
+    let mut env = args.setting.environment()?;
+    if *tty && !env.iter().any(|entry| entry.starts_with("TERM=")) {
         env.push(format!("TERM={}", std::env::var("TERM").as_deref().unwrap_or("xterm")));
     }
     let exec = Exec {
-        command: args.command.clone(),
+        command: command.clone(),
         env,
-        cwd: args.workdir.clone(),
-        user: args.user.clone(),
-        terminal: args.tty.then(|| terminal_size().unwrap_or((24, 80))),
+        cwd: args.setting.workdir.clone(),
+        user: args.setting.user.clone(),
+        terminal: tty.then(|| terminal_size().unwrap_or((24, 80))),
     };
     let domain = context.domain()?;
     let mut session = super::machines(&domain, context)?.exec(&args.name, exec)?;
     pass_on(session.process())?;
-    let terminal = if args.tty { RawTerminal::begin() } else { None };
+    let terminal = if *tty { RawTerminal::begin() } else { None };
     let stdin = std::io::stdin();
-    let input = (args.interactive || args.tty).then(|| stdin.as_fd().try_clone_to_owned());
+    let input = (*interactive || *tty).then(|| stdin.as_fd().try_clone_to_owned());
     let (mut output, mut errors) = (std::io::stdout().lock(), std::io::stderr().lock());
     let status = session.run(input.transpose()?, &mut output, &mut errors);
     drop(terminal);

@@ -32,7 +32,7 @@ use self::plan::{Bounds, PlannedRun, Source, plan};
 use self::pool::{POOL_PAGES, Pools};
 use self::scan::{Pages, hash_of};
 use self::shim::Shim;
-use super::{VmRecord, VmStatus, qemu};
+use super::{VmRecord, VmStatus, socket};
 use crate::kernel_text;
 use crate::run_dir::RunDir;
 
@@ -97,7 +97,7 @@ pub fn preload(
     dir: &Path,
     memory_bytes: u64,
 ) -> io::Result<()> {
-    let socket = OwnedFd::from(qemu::listen(dir, "merge")?);
+    let socket = OwnedFd::from(socket::listen(dir, "merge")?);
     command.env("LD_PRELOAD", library);
     command.env(protocol::SOCKET, socket.as_raw_fd().to_string());
     command.env(protocol::MEMORY, memory_bytes.to_string());
@@ -330,7 +330,7 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl Guest {
     fn begin(proc: &Path, target: &Target) -> io::Result<Self> {
-        let (shim, hello) = Shim::new(qemu::connect(&target.dir, "merge")?)?;
+        let (shim, hello) = Shim::new(socket::connect(&target.dir, "merge")?)?;
         let pages = Pages::new(proc, target.pid, hello.start, hello.len)?;
         Ok(Self { pid: target.pid, shim, pages, merging: Merging::default() })
     }

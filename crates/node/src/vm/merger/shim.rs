@@ -2,13 +2,14 @@
 
 use std::collections::HashSet;
 use std::fs::File;
-use std::io::{self, IoSlice, Read as _, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, Run, kind};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use crate::vm::socket::send_with;
 
 /// How long a shim may take for an answer. A run takes some milliseconds at most.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -62,17 +63,12 @@ impl Shim {
         Ok(outcomes)
     }
 
-    fn send(&self, head: Head, file: Option<&File>) -> io::Result<()> {
+    fn send(&mut self, head: Head, file: Option<&File>) -> io::Result<()> {
         let heads = [head];
-        let bytes = [IoSlice::new(Plain::bytes(&heads))];
-        let files = file.map(|file| [file.as_fd()]);
-        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if let Some(files) = &files {
-            control.push(SendAncillaryMessage::ScmRights(files));
+        match file {
+            Some(file) => send_with(&self.socket, Plain::bytes(&heads), file.as_fd()),
+            None => self.socket.write_all(Plain::bytes(&heads)),
         }
-        let sent = sendmsg(&self.socket, &bytes, &mut control, SendFlags::NOSIGNAL)?;
-        if sent == size_of::<Head>() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 }
 

@@ -29,8 +29,8 @@ use serde::{Deserialize, Serialize};
 use self::balloon::{Balloon, QemuBalloon};
 use self::controller::{Controller, Pressure, Sample};
 pub use self::controller::{LATENCY_MS, Latencies, Policy};
-use super::qemu;
 use super::ram::{Ram, anonymous};
+use super::socket;
 use crate::run_dir::RunDir;
 
 /// From one look at a balloon that changes to the next.
@@ -233,7 +233,7 @@ impl Recycler {
             }
             let dir = self.run.path().join("vms").join(&name);
             let begin = || -> io::Result<Guest> {
-                let balloon = QemuBalloon::new(qemu::connect(&dir, "recycle")?)?;
+                let balloon = QemuBalloon::new(socket::connect(&dir, "recycle")?)?;
                 let proc = self.root.join("proc");
                 let memory = status.record.memory_bytes;
                 Guest::new(pid, memory, Box::new(balloon), &proc, self.policy, now)
