@@ -23,7 +23,7 @@ pub(crate) fn saved_pages() -> Result<u64> {
     Ok(figure("pages_sharing")? + figure("ksm_zero_pages").unwrap_or(0))
 }
 
-/// Bytes of pages that processes have from others. Pages of zeros are not among them.
+/// Bytes that processes share through KSM. Pages of zeros do not count.
 pub(crate) fn sharing_bytes() -> Result<u64> {
     Ok(figure("pages_sharing")? * 4096)
 }
@@ -33,7 +33,7 @@ fn set(name: &str, value: u64) -> Result<()> {
     fs::write(&path, value.to_string()).with_context(|| path)
 }
 
-/// KSM at work. When this is dropped its settings are as before, and what it has merged is unmerged.
+/// KSM at work. Dropping it unmerges all pages and restores the former settings.
 pub(crate) struct Ksm(Vec<(&'static str, u64)>);
 
 impl Ksm {

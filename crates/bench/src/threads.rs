@@ -7,7 +7,7 @@ use std::fs;
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Threads(BTreeMap<String, f64>);
 
-/// Those of a directory: `/proc` has processes, `/proc/PID/task` threads. What ends meanwhile is missed.
+/// Those of a directory: `/proc` has processes, `/proc/PID/task` threads. Threads that end meanwhile are missed.
 pub(crate) fn of(dir: &str) -> Threads {
     let ticks = rustix::param::clock_ticks_per_second() as f64;
     let mut all = BTreeMap::new();

@@ -1,7 +1,7 @@
 //! Memory and files that come and go, while the guest's kernel moves pages about.
 //!
-//! Half of the pages are such as other guests have, too, and a tenth are zeros: there is much to
-//! merge, and what was merged is written to and freed.
+//! Other guests have half of the pages too, and a tenth are zeros. So the merger finds many duplicates,
+//! and the guest writes to merged pages and frees them.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
@@ -30,7 +30,7 @@ const ALIGN: usize = 4096;
 
 /// For `seconds`, with `mib` MiB of memory in `threads` threads.
 pub(crate) fn run(options: &Options) -> io::Result<()> {
-    // What is freed goes back to the kernel.
+    // Freed memory goes back to the kernel.
     cofolio_sys::memory::return_large_blocks();
     let seed = options.number("seed", 0);
     let until = Instant::now() + Duration::from_secs(options.number("seconds", 60));
@@ -193,7 +193,7 @@ fn files(
     fs::remove_dir_all(&dir)
 }
 
-/// The kernel compacts memory and drops clean pages of files; what was checked is said.
+/// Has the kernel compact memory and drop clean pages of files, and reports progress.
 fn kernel(goes_on: &impl Fn() -> bool, checked: &AtomicU64) -> io::Result<()> {
     for second in 0.. {
         if !goes_on() {

@@ -15,7 +15,7 @@ use crate::{meminfo, say};
 const DISK: &str = "/dev/vda";
 const DISK_SECONDS_MAX: u32 = 60;
 
-/// Says what was free before the modules were loaded and after all files were read, and waits for ever.
+/// Reports free memory before modules are loaded and after all files are read, and then waits for ever.
 pub(crate) fn run() -> ! {
     if let Err(why) = read_all() {
         let _ = say(&json!({ "event": "failed", "why": why }));

@@ -1,4 +1,4 @@
-//! Files in memory up to a peak, and then nothing for a while: as of a guest that works now and then.
+//! Files in memory up to a peak, then idle: the load of a guest that works now and then.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
@@ -15,7 +15,7 @@ use crate::content::{PAGE, Random, check, fill};
 use crate::{Options, meminfo, say};
 
 const BUFFER: usize = 256 << 10;
-/// What is free is said so long after files were removed.
+/// Free memory is reported this long after files are removed.
 const AFTER: Duration = Duration::from_secs(10);
 
 /// Waits for SIGUSR1 if `wait` is 1, and then for a part of `cycle` seconds; then fills `files` files
@@ -79,7 +79,7 @@ fn write(path: &Path, bytes: u64, number: u64, buffer: &mut [u8]) -> io::Result<
     Ok(())
 }
 
-/// Takes the balloon from the guest, so that it is as one that has none.
+/// Unbinds the balloon's driver: the guest then behaves like one without a balloon.
 fn unbind_balloon() -> io::Result<()> {
     let driver = Path::new("/sys/bus/virtio/drivers/virtio_balloon");
     for entry in fs::read_dir(driver)? {

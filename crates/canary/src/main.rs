@@ -1,5 +1,5 @@
-//! What guests run in tests and benchmarks: fills memory with content that it can tell from any other,
-//! frees it, and checks what it kept.
+//! The program of guests in tests and benchmarks. It fills memory with recognisable content, frees some
+//! of it, and checks the rest.
 //!
 //! ```text
 //! cofolio-canary fill  [NAME=NUMBER…]   files in memory up to a peak, then nothing, for ever
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 
 use serde_json::Value;
 
-/// What it was asked for: `NAME=NUMBER`.
+/// Options: `NAME=NUMBER`.
 pub(crate) struct Options(HashMap<String, u64>);
 
 impl Options {

@@ -63,7 +63,7 @@ fn start(channel: &mut Option<File>) -> Result<u8> {
     Ok(children::reap_until(first))
 }
 
-/// Says in the kernel's log what was free before the image had taken anything.
+/// Logs the free memory before the image's devices appear.
 fn say_free_memory() {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     if let Some(free) = text.lines().find_map(|line| line.strip_prefix("MemFree:")) {

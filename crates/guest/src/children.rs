@@ -1,4 +1,4 @@
-//! Ends of processes. The first process reaps all, whoever started them.
+//! Ends of processes. The first process reaps all of them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -43,7 +43,7 @@ impl Child {
         Ok(Self { pid, handle, status })
     }
 
-    /// Sends a signal to its group, which it leads as soon as it is what it shall become.
+    /// Sends a signal to its group. It leads one from its `setsid` on; before, to itself alone.
     pub(crate) fn signal(&self, signal: Signal) {
         let awaited = awaited();
         if awaited.contains_key(&self.pid.as_raw_nonzero().get()) {

@@ -1,7 +1,7 @@
 //! Processes that `vm exec` starts beside the image's program.
 //!
-//! The host plugs in a virtio port for each, connected from the beginning. When whoever asked for
-//! the process goes, killed perhaps, the port hangs up: then the process is killed.
+//! The host plugs in a connected virtio port for each. When the client exits or is killed, the port hangs
+//! up, and the guest kills the process.
 
 use std::convert::Infallible;
 use std::error::Error;
@@ -103,7 +103,7 @@ fn serve(device: &Path, places: &Places, own: &Process) -> Result {
     Session::new(port, &name, own).run()
 }
 
-/// Waits for what takes the host and the kernel a moment.
+/// Polls until the host and the kernel have set the port up.
 fn soon<T>(mut find: impl FnMut() -> Option<T>) -> Result<T> {
     for _ in 0..LOOKS_MAX {
         if let Some(found) = find() {
@@ -125,7 +125,7 @@ struct Session<'s> {
     running: Option<Running>,
 }
 
-/// What can be ready.
+/// Event sources of a session.
 #[derive(Clone, Copy)]
 enum Source {
     Port,
@@ -251,7 +251,7 @@ impl<'s> Session<'s> {
         self.say(&Frame::Taken(u32::try_from(written)?))
     }
 
-    /// Takes what the process says.
+    /// Reads output of the process.
     fn take(&mut self, number: usize) -> Result {
         let Some(running) = &mut self.running else { return Ok(()) };
         let Some(output) = &running.outputs[number] else { return Ok(()) };
@@ -278,7 +278,7 @@ impl<'s> Session<'s> {
         Ok(())
     }
 
-    /// When it has ended: takes what it said last, and then says its status.
+    /// After its end: sends the rest of its output, and then its status.
     fn finish(&mut self) -> Result {
         while self.has_room()
             && let Some(running) = &mut self.running
@@ -297,7 +297,7 @@ impl<'s> Session<'s> {
     }
 }
 
-/// A process that was started, with what it is connected with.
+/// A started process with its pipes or terminal.
 struct Running {
     child: Child,
     terminal: Option<OwnedFd>,
@@ -352,7 +352,7 @@ impl Running {
         })
     }
 
-    /// Closes the input when all of it was given. That of a terminal has no end.
+    /// Closes its input after the last byte. A terminal's input has no end.
     fn close_input(&mut self) {
         if self.is_input_whole && self.pending.is_empty() && self.terminal.is_none() {
             self.input = None;

@@ -1,5 +1,4 @@
-//! What `vm exec` and the guest say to each other about one process, on a virtio port that exists
-//! for that process alone.
+//! The protocol of `vm exec`: frames about one process, on a virtio port of its own.
 //!
 //! ```text
 //! u8    kind
@@ -46,7 +45,7 @@ pub enum Frame {
     Failed(String),
 }
 
-/// Bytes that are no frame. What follows them means nothing.
+/// Bytes that are no frame. The stream cannot be read any further.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Malformed(String);
 

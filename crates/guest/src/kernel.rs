@@ -10,15 +10,15 @@ use rustix::system::finit_module;
 
 use crate::MODULES_DIR;
 
-/// What failed, in words.
+/// A result whose error is text.
 pub type Result<T, E = String> = std::result::Result<T, E>;
 
-/// Names what failed.
+/// Adds the failed action to an error.
 pub trait During<T> {
-    /// An error says during what it came.
+    /// Puts the action before the error's text.
     ///
     /// # Errors
-    /// Its own, in words.
+    /// The error, as text.
     fn during(self, what: impl Display) -> Result<T>;
 }
 

@@ -59,7 +59,7 @@ pub struct Process {
     pub terminal: Option<(u16, u16)>,
 }
 
-/// A process that is started beside the guest's own: what it does not say is as for that one.
+/// A process beside the image's program. Absent fields are the program's.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exec {
     /// The program and its arguments.

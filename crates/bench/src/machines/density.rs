@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! for each engine: start guests ─▶ idle ─▶ cycles: fill ▁▂▅█ hold, remove ▁ … idle
-//!                                  │       └▶ what the host holds of each, twice a second
-//!                                  └▶ what the daemon takes when there is nothing to do
+//!                                  │       └▶ host memory of each guest, twice a second
+//!                                  └▶ processor time of the idle daemon
 //! ```
 
 use std::fs;
@@ -53,8 +53,8 @@ const PAGE: f64 = 4096.0;
 ///
 /// Starts guests that fill files in memory up to three quarters of it, remove them, and are idle for the rest of a cycle, each
 /// from a moment of its own on: raw; with KSM at full speed; with free page reporting alone; and with the daemon, for each
-/// pair of the periods of 2017. What the host holds of the guests' memory is counted twice a second, from the second cycle on;
-/// the emulator's own memory is not. KSM must be off, and is set back.
+/// pair of the periods of 2017. The host memory of the guests is counted twice a second, from the second cycle on; the
+/// emulator's own memory does not count. KSM must be off, and its settings are restored.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
   cofolio-bench vm-density --kernel vmlinuz cofolio-canary --guests 8 --memory 2048 --json density.json
@@ -127,7 +127,7 @@ impl Engine {
     }
 }
 
-/// What the host holds at a moment.
+/// Host memory at a moment.
 #[derive(Debug, Clone, Serialize)]
 struct Held {
     seconds: f64,
@@ -154,23 +154,23 @@ struct Removal {
     /// Seconds until half and 99 % of them had.
     p50: f64,
     p99: f64,
-    /// What the host held later, of what the guest used and the reserve.
+    /// Host memory 10 s later, divided by the guest's used memory and the reserve.
     held_of_used: f64,
 }
 
-/// What came of an engine.
+/// Result of an engine.
 #[derive(Debug, Serialize)]
 struct Ran {
     engine: Engine,
-    /// What the host held, from the beginning on.
+    /// Host memory from the beginning on.
     held: Vec<Held>,
     removals: Vec<Removal>,
-    /// Mean and standard deviation of what it held for one guest, shared pages in equal parts.
+    /// Mean and standard deviation of the host memory of one guest; guests share pools equally.
     mean: f64,
     deviation: f64,
     lowest: f64,
     highest: f64,
-    /// Guests of which [`HOST_BYTES`] can hold all.
+    /// Guests that fit in [`HOST_BYTES`].
     fit: f64,
     /// Processor seconds per second: of the daemon, when there was nothing to do, and later; and of its
     /// threads; or of KSM.
@@ -242,7 +242,7 @@ fn run_engine(args: &Args, place: &Place, host: &Host<'_>, engine: Engine) -> Re
     let ksm = if engine == Engine::Ksm { Some(Ksm::start(true)?) } else { None };
     let mut machines = start(args, host, engine)?;
     let cpu = |machines: &[Machine]| Cpu::take(engine, daemon.as_ref(), machines);
-    // What was merged at the start is done with.
+    // The pages of the guests' boot are merged by then.
     let settling = match engine {
         Engine::Cofolio { merge_seconds, .. } => 2 * merge_seconds + 10,
         _ => 10,
@@ -291,7 +291,7 @@ fn start(args: &Args, host: &Host<'_>, engine: Engine) -> Result<Vec<Machine>> {
     (1..=*guests).map(start).collect()
 }
 
-/// What the host holds, and what the guests say, until all cycles are over.
+/// Records host memory and the guests' events until all cycles are over.
 fn watch(
     args: &Args,
     host: &Host<'_>,
@@ -385,7 +385,7 @@ struct Event {
     what: String,
     bytes: u64,
     free: u64,
-    /// What the host held of the guest then, merged pages too.
+    /// Host memory of the guest then, including merged pages.
     all: u64,
 }
 
@@ -395,7 +395,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// What came of removed files, as far as the guest was watched long enough.
+    /// Removals of files, if the guest was watched long enough afterwards.
     fn removals(&self, memory: u64) -> Vec<Removal> {
         let last = self.held.last().map_or(0.0, |held| held.seconds);
         let of = |event: &Event| {
@@ -408,11 +408,11 @@ impl Watched {
             let after = later("after").filter(|after| after.seconds <= until)?;
             let series = self.held.iter().filter(|it| (event.seconds..until).contains(&it.seconds));
             let series = series.map(|it| (it.seconds, it.guests[event.number]));
-            // The files were removed since the sample before.
+            // The guest removed its files after the sample before.
             let filled = self.held.iter().rev().find(|it| it.seconds < event.seconds)?;
             let before = filled.guests[event.number];
             let least = series.clone().map(|(_, bytes)| bytes).min()?;
-            // What is merged later was not among them.
+            // Later merges free pages that the files never had.
             let returned = before.saturating_sub(least).min(event.bytes);
             let when = |share: f64| {
                 let bound = before as f64 - returned as f64 * share;

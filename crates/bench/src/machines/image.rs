@@ -1,4 +1,4 @@
-//! `cofolio-bench vm-image`: what the images of virtual machines take in guests and in the host.
+//! `cofolio-bench vm-image`: memory that images of virtual machines take, in guests and in the host.
 //!
 //! ```text
 //! virtio-blk           each image a disk: guests cache it, and the host does
@@ -31,15 +31,15 @@ use crate::measure::cold_start;
 use crate::place::{Place, PlaceArgs};
 use crate::{Outcome, cleanup, report, residency};
 
-/// Goals: what an image costs a guest, of what it reads, and of what is attached; what is attached, of
-/// the image; and what both cost the host, of their unique pages.
+/// Goals. A guest may spend these shares of the bytes read and of the bytes attached; it may have this
+/// multiple of its image attached; and the host may cache this multiple of the unique pages.
 const READ_SHARE: f64 = 0.02;
 const ATTACHED_SHARE: f64 = 0.016;
 const ATTACHED_MAX: f64 = 1.5;
 const HOST_MAX: f64 = 1.03;
 const PAGE: u64 = 4096;
 
-/// What a guest says of itself: its own files are read as programs read them.
+/// Reads all files of the guest's image, and reports free memory.
 const SCRIPT: &str = "
 free() { sed -n 's/^MemFree: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo; }
 before=$(dmesg | sed -n 's/.*cofolio-guest: \\([0-9]*\\) kB free before.*/\\1/p')
@@ -93,12 +93,12 @@ impl How {
     }
 }
 
-/// What a guest said and the host holds of it.
+/// Figures of a guest.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Guest {
     /// Bytes of files that it read.
     read: u64,
-    /// Bytes that were free before the image came, less those that were free when all was read.
+    /// Decrease of free memory, from before the image's devices appear to after reading everything.
     cost: u64,
     /// Private bytes of its memory.
     private: u64,
@@ -205,7 +205,7 @@ fn start(args: &Args, host: &Host<'_>, versions: &[&str]) -> Result<Vec<Machine>
     Ok(machines)
 }
 
-/// Waits until all machines have read everything; what that took.
+/// Waits until all machines have read everything, and returns the figures.
 fn measured(args: &Args, how: How, mut machines: Vec<Machine>) -> Result<Ran> {
     let said = machines.iter_mut().map(|machine| machine.wait_for("read"));
     let said = said.collect::<Result<Vec<_>>>()?;
@@ -318,7 +318,7 @@ fn cached(mut files: Vec<PathBuf>) -> Result<u64> {
 }
 
 impl Ran {
-    /// What guests and host hold together.
+    /// Memory of guests and host together.
     fn total(&self) -> u64 {
         self.cached + self.guests.iter().map(|it| it.private).sum::<u64>()
     }
@@ -328,7 +328,7 @@ impl Ran {
     }
 }
 
-/// What an image costs a guest, of what it may cost.
+/// Cost of an image in a guest, divided by its allowance.
 fn of_allowed(guest: &Guest) -> f64 {
     let allowed = guest.read as f64 * READ_SHARE + guest.attached as f64 * ATTACHED_SHARE;
     guest.cost as f64 / allowed

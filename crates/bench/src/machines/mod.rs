@@ -19,7 +19,7 @@ use cofolio_node::run_dir::RunDir;
 use cofolio_store::{Domain, task::Cancel};
 use serde_json::Value;
 
-/// How long a guest may take for what it is waited for; an emulated processor is slow.
+/// Longest wait for an event of a guest; an emulated processor is slow.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Options of all benchmarks with virtual machines.
@@ -58,7 +58,7 @@ impl<'d> Host<'d> {
         let program = args.cofolio.clone().map_or_else(beside, Ok)?;
         let run = RunDir::of(domain.store())?;
         let host = Self { program, kernel: args.kernel.clone(), domain, run, cancel };
-        // Those of a run that was killed.
+        // A killed run leaves machines.
         host.stop_all()?;
         Ok(host)
     }
@@ -73,7 +73,7 @@ impl<'d> Host<'d> {
         Ok(command)
     }
 
-    /// Runs `cofolio` with these arguments; what it prints.
+    /// Runs `cofolio` with these arguments, and returns its output.
     pub(crate) fn run(&self, args: &[&str]) -> Result<String> {
         output(self.cofolio(&[])?.args(args))
     }
@@ -190,7 +190,7 @@ impl Machine {
     }
 }
 
-/// What a command prints, if it succeeds.
+/// Output of a command; an error if it fails.
 fn output(command: &mut Command) -> Result<String> {
     let done = command.output().with_context(|| format!("{command:?}"))?;
     if !done.status.success() {

@@ -349,8 +349,8 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
         Duration::try_from(time).unwrap_or_default().as_secs_f64()
     };
-    // What the merger counts are pages merged, also those that were written to since. So the memory of
-    // the processes is counted instead, less the pools.
+    // The merger also counts merged pages that were written to since. So this counts the processes'
+    // memory, less the pools.
     let anonymous = || -> Result<u64> {
         let of = |guest: &Guest| status_bytes(&guest.child.id().to_string(), "RssAnon");
         guests.iter().map(of).sum()

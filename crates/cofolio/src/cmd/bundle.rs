@@ -76,7 +76,7 @@ pub(crate) struct ProcessArgs {
     setting: SettingArgs,
 }
 
-/// In which setting a process is started, as far as it is not that of the image.
+/// Environment, user and working directory of a process, where they differ from the image's.
 #[derive(Debug, clap::Args)]
 pub(crate) struct SettingArgs {
     /// Set or add to the environment; NAME alone takes the caller's value

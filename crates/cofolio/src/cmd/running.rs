@@ -1,4 +1,4 @@
-//! What the lists of containers and of virtual machines, and the commands that end them, have in common.
+//! Code shared by the lists of containers and of virtual machines, and by the commands that end them.
 
 use cofolio_node::container::State;
 use cofolio_store::Digest;

@@ -103,7 +103,7 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Bytes that no other process has.
+    /// Private bytes.
     pub fn private(self) -> u64 {
         self.bytes - self.of_files
     }
