@@ -80,9 +80,10 @@ impl Guests {
                 wait(LOOK, cancel);
                 continue;
             };
-            let began = Instant::now();
-            *lock(&self.merger) = merger.pass(targets(run), log);
-            wait(merger.policy().period.saturating_sub(began.elapsed()), cancel);
+            let report = merger.pass(targets(run), log);
+            let due = report.wait;
+            *lock(&self.merger) = report;
+            wait(due, cancel);
         }
     }
 

@@ -290,7 +290,7 @@ fn run_engine(
             Ran { seconds: ENGINE_MIN.as_secs_f64(), ..Ran::default() }
         }
         Engine::Ksm | Engine::KsmDefaults => with_ksm(engine, enough)?,
-        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough)?,
+        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, pages, enough)?,
     };
     let mut all = ran;
     for guest in guests {
@@ -324,7 +324,7 @@ fn with_ksm(engine: Engine, enough: f64) -> Result<Ran> {
     Ok(ran)
 }
 
-fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
+fn with_merger(engine: Engine, guests: &[Guest], pages: usize, enough: f64) -> Result<Ran> {
     let threads = match engine {
         Engine::MergerOne => 1,
         _ => MergePolicy::default().threads,
@@ -339,15 +339,13 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
             domain: "bench".to_owned(),
             pid: guest.child.id(),
             dir: guest.dir.path().to_owned(),
+            memory_bytes: pages as u64 * PAGE,
+            image: Vec::new(),
         })
         .collect();
     let shims = || -> f64 {
         let tasks = guests.iter().map(|guest| format!("/proc/{}/task", guest.child.id()));
         tasks.map(|tasks| threads::of(&tasks).seconds("cofolio-shim")).sum()
-    };
-    let own = || {
-        let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-        Duration::try_from(time).unwrap_or_default().as_secs_f64()
     };
     // The merger also counts merged pages that were written to since. So this counts the processes'
     // memory, less the pools.
@@ -357,7 +355,7 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
     };
     let mut merger = Merger::new(policy);
     let held = anonymous()?;
-    let (cpu_before, began) = (own() + shims(), Instant::now());
+    let (cpu_before, began) = (threads::own_seconds() + shims(), Instant::now());
     let mut ran = Ran::default();
     while began.elapsed() < ENGINE_MAX {
         let report = merger.pass(targets.clone(), &|line| eprintln!("{line}"));
@@ -368,7 +366,7 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
         }
     }
     ran.seconds = began.elapsed().as_secs_f64();
-    ran.cpu_seconds = own() + shims() - cpu_before;
+    ran.cpu_seconds = threads::own_seconds() + shims() - cpu_before;
     while began.elapsed() < ENGINE_MIN {
         thread::sleep(PERIOD);
         merger.pass(targets.clone(), &|line| eprintln!("{line}"));

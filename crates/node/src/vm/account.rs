@@ -19,7 +19,7 @@ use cofolio_sys::pagemap::{Query, category, scan};
 use serde::{Deserialize, Serialize};
 
 use super::merger::Merging;
-use super::ram::{Ram, anonymous, mapping};
+use super::ram::{Mapping, Ram, anonymous, is_of_image, mapping};
 use super::recycler::Recycling;
 use super::{State, VmStatus};
 use crate::kernel_text;
@@ -46,7 +46,8 @@ pub struct VmAccount {
     pub cache_bytes: u64,
     /// Private pages that the guest has free and the host still holds.
     pub unreturned_bytes: u64,
-    /// Pages that were merged: pools have them once for all guests of the trust domain.
+    /// Pages that were merged: pools have them once for all guests of the trust domain, or the files of
+    /// the image.
     pub merged_bytes: u64,
     /// Pages of zeros, which the host does not hold.
     pub zero_bytes: u64,
@@ -163,7 +164,9 @@ impl Known {
         let ram = Ram::find(proc, pid, memory_bytes)?;
         let dir = proc.join(pid.to_string());
         let maps = kernel_text::read(&dir.join("maps"))?;
-        let mappings = maps.lines().filter_map(mapping).filter(|it| is_of_image(it.name));
+        // Those in the guest's memory are merged pages.
+        let is_device = |it: &Mapping<'_>| is_of_image(it.name) && it.access.ends_with('s');
+        let mappings = maps.lines().filter_map(mapping).filter(is_device);
         let image = mappings.map(|it| it.addresses).collect();
         Ok(Self { ram, pagemap: File::open(dir.join("pagemap"))?, image })
     }
@@ -187,9 +190,4 @@ pub fn mapped_image_files(proc: &Path, pid: u32) -> io::Result<Vec<PathBuf>> {
     let maps = kernel_text::read(&proc.join(pid.to_string()).join("maps"))?;
     let names = maps.lines().filter_map(mapping).map(|it| it.name);
     Ok(names.filter(|name| is_of_image(name)).map(PathBuf::from).collect())
-}
-
-/// Whether a file is a pack or a segment.
-fn is_of_image(path: &str) -> bool {
-    path.ends_with(".segment") || path.ends_with(".dax")
 }

@@ -61,14 +61,14 @@ impl Ram {
 }
 
 impl Ram {
-    /// How many bytes of it are as in the pools of merged pages: what is mapped of pools and was not
-    /// written to since. The guest need not have touched it.
+    /// How many bytes of it are as in the pools of merged pages, or in the image: what is mapped of these
+    /// and was not written to since. The guest need not have touched it.
     ///
     /// # Errors
     /// Those of reading `/proc/PID/maps` and of [`scan`].
     pub fn merged(&self) -> io::Result<u64> {
         let maps = kernel_text::read(&self.dir.join("maps"))?;
-        let pools = maps.lines().filter_map(mapping).filter(|it| is_pool(it.name));
+        let pools = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
         // A page that was written to is the process's own.
         let query = Query { mask: category::PRESENT, inverted: category::FILE, ..Query::default() };
         let mut bytes = 0;
@@ -125,8 +125,14 @@ pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
     Some(Mapping { addresses, access: words.next()?, name: words.nth(3).unwrap_or_default() })
 }
 
-fn is_pool(name: &str) -> bool {
-    name.starts_with("/memfd:cofolio-pool")
+/// Whether pages of a mapping in a guest's memory were merged.
+fn is_merged(name: &str) -> bool {
+    name.starts_with("/memfd:cofolio-pool") || is_of_image(name)
+}
+
+/// Whether a file is a pack or a segment.
+pub(super) fn is_of_image(path: &str) -> bool {
+    path.ends_with(".segment") || path.ends_with(".dax")
 }
 
 /// The addresses of a guest's memory: the largest part of the address space that is readable,
@@ -135,7 +141,7 @@ fn is_pool(name: &str) -> bool {
 fn find_in(maps: &str, bytes: u64) -> Option<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for Mapping { addresses, access, name } in maps.lines().filter_map(mapping) {
-        if !access.starts_with("rw-p") || !(name.is_empty() || is_pool(name)) {
+        if !access.starts_with("rw-p") || !(name.is_empty() || is_merged(name)) {
             continue;
         }
         match runs.last_mut().filter(|last| last.end == addresses.start) {
@@ -183,7 +189,8 @@ mod tests {
         let maps = "\
 7f0007dfd000-7f000a000000 rw-p 00000000 00:00 0
 7f000a000000-7f000a002000 rw-p 00003000 00:05 99  /memfd:cofolio-pool (deleted)
-7f000a002000-7f0027e00000 rw-p 00000000 00:00 0
+7f000a002000-7f000a004000 rw-p 00003000 fe:00 12  /store/segments/a.segment
+7f000a004000-7f0027e00000 rw-p 00000000 00:00 0
 ";
         assert_eq!(find_in(maps, 512 << 20), Some(0x7f00_07e0_0000..0x7f00_27e0_0000));
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, Run, kind};
 
-use crate::vm::socket::send_with;
+use crate::vm::socket::{receive_with, send_with};
 
 /// How long a shim may take for an answer. A run takes some milliseconds at most.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -18,7 +18,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) struct Shim {
     socket: UnixStream,
-    /// Pools that it has.
+    /// Pools and images that it has, by number.
     pools: HashSet<u32>,
 }
 
@@ -37,6 +37,27 @@ impl Shim {
         }
     }
 
+    /// The files that it has of an earlier merger, with their numbers: at most so many.
+    pub(super) fn kept(&mut self, most: usize) -> io::Result<Vec<(u32, File)>> {
+        self.send(Head { kind: kind::POOLS, ..Head::default() }, None)?;
+        let mut count = [0_u32];
+        self.socket.read_exact(Plain::bytes_mut(&mut count))?;
+        let count = usize::try_from(count[0]).unwrap_or(usize::MAX);
+        if count > most {
+            let what = format!("it has {count} pools, more than its guest's memory can need");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let one = |_| {
+            let mut head = [Head::default()];
+            let file = receive_with(&self.socket, Plain::bytes_mut(&mut head))?;
+            let file = file.ok_or(io::ErrorKind::InvalidData)?;
+            Ok((head[0].argument, File::from(file)))
+        };
+        let kept: Vec<(u32, File)> = (0..count).map(one).collect::<io::Result<_>>()?;
+        self.pools.extend(kept.iter().map(|(number, _)| *number));
+        Ok(kept)
+    }
+
     /// Gives it a pool, unless it has it.
     pub(super) fn give(&mut self, number: u32, pages: u32, file: &File) -> io::Result<()> {
         if self.pools.contains(&number) {
@@ -44,19 +65,24 @@ impl Shim {
         }
         let head = Head { kind: kind::POOL, count: pages, argument: number, reserved: 0 };
         self.send(head, Some(file))?;
-        let mut errno = [0_u32];
-        self.socket.read_exact(Plain::bytes_mut(&mut errno))?;
-        match errno[0] {
-            0 => _ = self.pools.insert(number),
-            errno => return Err(error_of(errno)),
-        }
+        self.errno()?;
+        self.pools.insert(number);
         Ok(())
     }
 
-    /// Merges runs, at most [`cofolio_shim::protocol::RUNS_MAX`]: what came of each.
-    pub(super) fn merge(&mut self, runs: &[Run]) -> io::Result<Vec<Outcome>> {
+    /// Has it give up a pool that it has. What is mapped of it stays.
+    pub(super) fn forget(&mut self, number: u32) -> io::Result<()> {
+        if !self.pools.remove(&number) {
+            return Ok(());
+        }
+        self.send(Head { kind: kind::FORGET, argument: number, ..Head::default() }, None)?;
+        self.errno()
+    }
+
+    /// Merges or converts runs, at most [`cofolio_shim::protocol::RUNS_MAX`]: what came of each.
+    pub(super) fn ask(&mut self, kind: u32, runs: &[Run]) -> io::Result<Vec<Outcome>> {
         let count = u32::try_from(runs.len()).unwrap_or(u32::MAX);
-        self.send(Head { kind: kind::MERGE, count, ..Head::default() }, None)?;
+        self.send(Head { kind, count, ..Head::default() }, None)?;
         self.socket.write_all(Plain::bytes(runs))?;
         let mut outcomes = vec![Outcome::default(); runs.len()];
         self.socket.read_exact(Plain::bytes_mut(&mut outcomes))?;
@@ -69,6 +95,12 @@ impl Shim {
             Some(file) => send_with(&self.socket, Plain::bytes(&heads), file.as_fd()),
             None => self.socket.write_all(Plain::bytes(&heads)),
         }
+    }
+
+    fn errno(&mut self) -> io::Result<()> {
+        let mut errno = [0_u32];
+        self.socket.read_exact(Plain::bytes_mut(&mut errno))?;
+        if errno[0] == 0 { Ok(()) } else { Err(error_of(errno[0])) }
     }
 }
 

@@ -1,0 +1,110 @@
+//! What the daemon merges of guests' memory.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use crate::common::{Killed, cofolio, skip};
+use crate::{Host, host, until};
+
+/// Puts 30 MiB of numbers, the same in each guest, into the guest's own memory, and reads them again
+/// when it is asked to end.
+const SCRIPT: &str = "trap 'touch /tmp/f/b' TERM; mkdir /tmp/f; mount -t tmpfs -o size=60m f /tmp/f
+    seq 1 4500000 >/tmp/f/a; md5sum </tmp/f/a; echo filled
+    until [ -e /tmp/f/b ]; do sleep 1; done; md5sum </tmp/f/a; exit 0";
+
+/// Starts guests, and waits until their memory is full.
+fn fill(host: &Host, names: &[&str]) {
+    for name in names {
+        host.sh(&["--detach", "--name", name], SCRIPT).ok();
+    }
+    until("the guests have filled their memory", || {
+        host.guests().iter().all(|guest| output(guest).contains("filled")).then_some(())
+    });
+}
+
+fn output(guest: &Value) -> String {
+    fs::read_to_string(guest["output"].as_str().unwrap()).unwrap()
+}
+
+/// MiB of a guest's memory that are mapped of pools.
+fn pooled(guest: &Value) -> u64 {
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest["pid"])).unwrap();
+    let mut is_pool = false;
+    let mut kib = 0;
+    for line in smaps.lines() {
+        if line.split_whitespace().nth(1).is_some_and(|word| word.starts_with("rw-p")) {
+            is_pool = line.contains("cofolio-pool");
+        } else if is_pool && line.starts_with("Size:") {
+            kib += line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
+        }
+    }
+    kib >> 10
+}
+
+fn daemon(host: &Host) -> Killed {
+    let config = host.path("config.toml");
+    let socket = host.text("daemon.sock");
+    let text = format!("[daemon]\nsocket = '{socket}'\n[vm]\nmerge_seconds = 1\n");
+    fs::write(&config, text).unwrap();
+    let args = ["--config", config.to_str().unwrap(), "serve"];
+    Killed::start(host.command(&args).stdout(Stdio::null()).stderr(Stdio::null()))
+}
+
+/// Waits until all guests have their pages in pools, and the daemon says so: how many bytes of pools.
+fn merged(host: &Host, count: usize) -> u64 {
+    until("all have their pages in pools", || {
+        host.guests().iter().all(|guest| pooled(guest) >= 25).then_some(())
+    });
+    let config = host.text("config.toml");
+    until("the daemon has taken account of it", || {
+        let report = host.run(&["--config", &config, "vm", "top", "--json"]).json();
+        let machines = report["machines"].as_array().unwrap();
+        let is_merged = |it: &Value| it["merged_bytes"].as_u64().unwrap() >= 25 << 20;
+        let pools = report["pool_bytes"].as_u64().filter(|bytes| *bytes >= 25 << 20)?;
+        (machines.len() == count && machines.iter().all(is_merged)).then_some(pools)
+    })
+}
+
+/// What guests have in common is in memory once, and each reads what it had. A daemon that is killed
+/// takes nothing with it: the next one goes on with its pools.
+#[test]
+fn the_daemon_merges_what_guests_have_in_common() {
+    let Some(host) = host("the_daemon_merges_what_guests_have_in_common") else { return };
+    if !cofolio().parent().unwrap().join("../lib/cofolio/libcofolio_shim.so").exists() {
+        return skip("the_daemon_merges_what_guests_have_in_common", "tools/guest was not run");
+    }
+    fill(&host, &["one", "two"]);
+    let first = daemon(&host);
+    let pools = merged(&host, 2);
+    assert!(pools < 60 << 20, "{pools}");
+    let shown = host.run(&["--config", &host.text("config.toml"), "vm", "top"]);
+    assert!(shown.ok().contains("merged into"), "{}", shown.stdout);
+    drop(first);
+
+    // Alone it has nothing in common with anybody but with the pools.
+    fill(&host, &["three"]);
+    let _second = daemon(&host);
+    let pools = merged(&host, 3);
+    assert!(pools < 60 << 20, "{pools}");
+    for guest in host.guests() {
+        let path = PathBuf::from(guest["output"].as_str().unwrap());
+        ask_to_end(&path);
+        until("the guest has read it again", || {
+            let said = fs::read_to_string(&path).ok()?;
+            let sums: Vec<&str> = said.lines().filter(|line| line.ends_with(" -")).collect();
+            (sums.len() == 2).then(|| assert_eq!(sums[0], sums[1]))
+        });
+    }
+}
+
+/// Sends SIGTERM to the program of the guest with this output.
+fn ask_to_end(output: &Path) {
+    use std::os::fd::AsRawFd as _;
+    let dir = fs::File::open(output.parent().unwrap()).unwrap();
+    let short = format!("/proc/self/fd/{}/control", dir.as_raw_fd());
+    let mut control = std::os::unix::net::UnixStream::connect(short).unwrap();
+    cofolio_guest::Message::Signal(15).write(&mut control).unwrap();
+}
