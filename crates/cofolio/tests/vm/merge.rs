@@ -1,28 +1,51 @@
 //! What the daemon merges of guests' memory.
 
 use std::fs;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use cofolio_guest::Message;
 use serde_json::Value;
 
 use crate::common::{Killed, cofolio, skip};
 use crate::{Host, host, until};
 
-/// Puts 30 MiB of numbers, the same in each guest, into the guest's own memory, and reads them again
-/// when it is asked to end.
-const SCRIPT: &str = "trap 'touch /tmp/f/b' TERM; mkdir /tmp/f; mount -t tmpfs -o size=60m f /tmp/f
-    seq 1 4500000 >/tmp/f/a; md5sum </tmp/f/a; echo filled
-    until [ -e /tmp/f/b ]; do sleep 1; done; md5sum </tmp/f/a; exit 0";
+/// Puts 30 MiB of numbers, the same in each guest, into the guest's own memory. Writes others over them at
+/// a first signal, and reads those again at a second one.
+const SCRIPT: &str = "mkdir /tmp/f; mount -t tmpfs -o size=60m f /tmp/f
+    trap 'touch /tmp/f/usr1' USR1; trap 'touch /tmp/f/term' TERM
+    seq 1 4500000 >/tmp/f/a; echo filled
+    until [ -e /tmp/f/usr1 ]; do sleep 1; done
+    seq 2 4500001 | dd of=/tmp/f/a conv=notrunc bs=64k 2>/dev/null; md5sum </tmp/f/a
+    until [ -e /tmp/f/term ]; do sleep 1; done; md5sum </tmp/f/a; exit 0";
+const USR1: i32 = 10;
+const TERM: i32 = 15;
 
 /// Starts guests, and waits until their memory is full.
 fn fill(host: &Host, names: &[&str]) {
     for name in names {
         host.sh(&["--detach", "--name", name], SCRIPT).ok();
     }
-    until("the guests have filled their memory", || {
-        host.guests().iter().all(|guest| output(guest).contains("filled")).then_some(())
+    say(host, "filled");
+}
+
+/// Waits until all guests have said something.
+fn say(host: &Host, what: &str) {
+    until(&format!("the guests say {what}"), || {
+        host.guests().iter().all(|guest| output(guest).contains(what)).then_some(())
     });
+}
+
+fn signal(host: &Host, number: i32) {
+    for guest in host.guests() {
+        let output = PathBuf::from(guest["output"].as_str().unwrap());
+        let dir = fs::File::open(output.parent().unwrap()).unwrap();
+        let short = format!("/proc/self/fd/{}/control", dir.as_raw_fd());
+        let mut control = UnixStream::connect(short).unwrap();
+        Message::Signal(number).write(&mut control).unwrap();
+    }
 }
 
 fn output(guest: &Value) -> String {
@@ -53,14 +76,17 @@ fn daemon(host: &Host) -> Killed {
     Killed::start(host.command(&args).stdout(Stdio::null()).stderr(Stdio::null()))
 }
 
+fn report(host: &Host) -> Value {
+    host.run(&["--config", &host.text("config.toml"), "vm", "top", "--json"]).json()
+}
+
 /// Waits until all guests have their pages in pools, and the daemon says so: how many bytes of pools.
 fn merged(host: &Host, count: usize) -> u64 {
     until("all have their pages in pools", || {
         host.guests().iter().all(|guest| pooled(guest) >= 25).then_some(())
     });
-    let config = host.text("config.toml");
     until("the daemon has taken account of it", || {
-        let report = host.run(&["--config", &config, "vm", "top", "--json"]).json();
+        let report = report(host);
         let machines = report["machines"].as_array().unwrap();
         let is_merged = |it: &Value| it["merged_bytes"].as_u64().unwrap() >= 25 << 20;
         let pools = report["pool_bytes"].as_u64().filter(|bytes| *bytes >= 25 << 20)?;
@@ -89,22 +115,24 @@ fn the_daemon_merges_what_guests_have_in_common() {
     let _second = daemon(&host);
     let pools = merged(&host, 3);
     assert!(pools < 60 << 20, "{pools}");
-    for guest in host.guests() {
-        let path = PathBuf::from(guest["output"].as_str().unwrap());
-        ask_to_end(&path);
+
+    // Pages that were written to are merged again, and the pools of before are given up.
+    signal(&host, USR1);
+    say(&host, " -\n");
+    until("written pages were made the guests' own", || {
+        let machines = report(&host)["machines"].as_array().unwrap().clone();
+        let pages = |it: &Value| it["merging"]["converted_pages"].as_u64().unwrap();
+        machines.iter().all(|it| pages(it) >= 25 << 8).then_some(())
+    });
+    let pools = merged(&host, 3);
+    assert!(pools < 60 << 20, "{pools}");
+    let outputs: Vec<_> = host.guests().iter().map(|it| it["output"].clone()).collect();
+    signal(&host, TERM);
+    for path in outputs.iter().map(|output| Path::new(output.as_str().unwrap())) {
         until("the guest has read it again", || {
-            let said = fs::read_to_string(&path).ok()?;
+            let said = fs::read_to_string(path).ok()?;
             let sums: Vec<&str> = said.lines().filter(|line| line.ends_with(" -")).collect();
             (sums.len() == 2).then(|| assert_eq!(sums[0], sums[1]))
         });
     }
-}
-
-/// Sends SIGTERM to the program of the guest with this output.
-fn ask_to_end(output: &Path) {
-    use std::os::fd::AsRawFd as _;
-    let dir = fs::File::open(output.parent().unwrap()).unwrap();
-    let short = format!("/proc/self/fd/{}/control", dir.as_raw_fd());
-    let mut control = std::os::unix::net::UnixStream::connect(short).unwrap();
-    cofolio_guest::Message::Signal(15).write(&mut control).unwrap();
 }
