@@ -26,14 +26,12 @@ pub(crate) fn run() -> ! {
     let mut channel = None;
     let last = match start(&mut channel) {
         Ok(status) => Message::Ended(status),
-        Err(error) => {
-            // The console may be all that there is.
-            let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
-            Message::Failed(error)
-        }
+        Err(error) => Message::Failed(error),
     };
-    if let Some(channel) = &mut channel {
-        let _ = last.write(channel);
+    let is_told = channel.as_mut().is_some_and(|channel| last.write(channel).is_ok());
+    if let (false, Message::Failed(error)) = (is_told, &last) {
+        // The console may be all that there is.
+        let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
     }
     rustix::fs::sync();
     // Or the kernel says on the console, behind what the program has said, that it switches off.
