@@ -9,6 +9,10 @@ mod console;
 mod disk;
 #[path = "vm/exec.rs"]
 mod exec;
+#[path = "vm/image.rs"]
+mod image;
+#[path = "vm/kernels.rs"]
+mod kernels;
 #[path = "vm/merge.rs"]
 mod merge;
 
@@ -106,14 +110,21 @@ fn host(test: &str) -> Option<Host> {
         skip(test, "tools/guest was not run");
         return None;
     }
-    let kernel = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/vm/cloud-amd64/vmlinuz");
-    if !kernel.exists() {
-        skip(test, "tests/vm/kernel cloud-amd64 was not run");
-        return None;
-    }
+    let kernel = kernel(test, "cloud-amd64")?;
     let sandbox = Sandbox::new();
     let kernel = kernel.to_str()?.to_owned();
     import_box(&sandbox, test).then_some(Host { sandbox, kernel })
+}
+
+/// A kernel of a flavour of `tests/vm/kernel`; says if it is not there.
+fn kernel(test: &str, flavour: &str) -> Option<PathBuf> {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/vm");
+    let kernel = top.join(flavour).join("vmlinuz");
+    if !kernel.exists() {
+        skip(test, &format!("tests/vm/kernel {flavour} was not run"));
+        return None;
+    }
+    Some(kernel)
 }
 
 #[test]
