@@ -85,6 +85,13 @@ impl Host {
     }
 }
 
+/// Anonymous memory of a process, in bytes.
+fn rss_anon(pid: &Value) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
 /// Waits for something that a guest does: its processor is emulated, and the machine may be busy.
 #[track_caller]
 fn until<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
@@ -248,11 +255,7 @@ fn the_daemon_returns_freed_memory_and_lets_balloons_go() {
     host.sh(&["--detach", "--name", "one", "--memory", "320M"], &script).ok();
     let guest = host.guests().remove(0);
     let output = || fs::read_to_string(guest["output"].as_str().unwrap()).unwrap();
-    let held = || {
-        let status = fs::read_to_string(format!("/proc/{}/status", guest["pid"])).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
-    };
+    let held = || rss_anon(&guest["pid"]) >> 20;
     until("the guest has filled its memory", || output().contains("filled").then_some(()));
     let filled = held();
     // What another program took: nobody else knows of it.
@@ -327,7 +330,23 @@ fn the_daemon_merges_what_guests_have_in_common() {
         (is_told && (25 << 20..60 << 20).contains(&pools)).then_some(())
     });
     let shown = host.run(&top);
-    assert!(shown.ok().contains("merged into"), "{}", shown.stdout);
+    assert!(shown.ok().contains("were merged into"), "{}", shown.stdout);
+    // What the host holds is what each has alone, and what they share once.
+    let report = host.run(&[&top[..], &["--json"]].concat()).json();
+    let figure = |it: &Value, name: &str| it[name].as_u64().unwrap();
+    let machines = report["machines"].as_array().unwrap();
+    let sum = |name: &str| machines.iter().map(|it| figure(it, name)).sum::<u64>();
+    let parts = ["used_bytes", "cache_bytes", "unreturned_bytes", "emulator_bytes"];
+    let private: u64 = parts.map(sum).iter().sum();
+    let counted: u64 = host.guests().iter().map(|guest| rss_anon(&guest["pid"])).sum();
+    assert!(private.abs_diff(counted) < 40 << 20, "{private} {counted}");
+    let (images, image) = (sum("image_bytes"), figure(&report, "image_bytes"));
+    assert!(image < images && machines.iter().all(|it| image >= figure(it, "image_bytes")));
+    let shared = sum("proportional_bytes") - private;
+    let pools = figure(&report, "pool_bytes");
+    // Some pages of pools are nobody's any more.
+    assert!((image..=image + pools + 2).contains(&shared), "{shared} of {image} and {pools}");
+    assert!(shared + 2 >= image + pools / 2, "{shared} of {image} and {pools}");
     for name in ["one", "two"] {
         let guest = host.run(&["vm", "ps", "--json"]).json();
         let guest = guest.as_array().unwrap().iter().find(|it| it["name"] == name).unwrap().clone();
