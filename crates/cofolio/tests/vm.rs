@@ -90,6 +90,13 @@ impl Host {
     }
 }
 
+/// Anonymous memory of a process, in bytes.
+fn rss_anon(pid: &Value) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
 /// Waits for something that a guest does: its processor is emulated, and the machine may be busy.
 #[track_caller]
 fn until<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
@@ -260,11 +267,7 @@ fn the_daemon_returns_freed_memory_and_lets_balloons_go() {
     host.sh(&["--detach", "--name", "one", "--memory", "320M"], &script).ok();
     let guest = host.guests().remove(0);
     let output = || fs::read_to_string(guest["output"].as_str().unwrap()).unwrap();
-    let held = || {
-        let status = fs::read_to_string(format!("/proc/{}/status", guest["pid"])).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
-    };
+    let held = || rss_anon(&guest["pid"]) >> 20;
     until("the guest has filled its memory", || output().contains("filled").then_some(()));
     let filled = held();
     // What another program took: nobody else knows of it.

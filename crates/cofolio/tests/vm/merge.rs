@@ -10,7 +10,7 @@ use cofolio_guest::Message;
 use serde_json::Value;
 
 use crate::common::{Killed, cofolio, skip};
-use crate::{Host, host, until};
+use crate::{Host, host, rss_anon, until};
 
 /// Puts 30 MiB of numbers, the same in each guest, into the guest's own memory. Writes others over them at
 /// a first signal, and reads those again at a second one.
@@ -94,6 +94,26 @@ fn merged(host: &Host, count: usize) -> u64 {
     })
 }
 
+/// What the host holds is what each has alone, and what they share once.
+#[track_caller]
+fn assert_parts_add_up(host: &Host) {
+    let report = report(host);
+    let figure = |it: &Value, name: &str| it[name].as_u64().unwrap();
+    let machines = report["machines"].as_array().unwrap();
+    let sum = |name: &str| machines.iter().map(|it| figure(it, name)).sum::<u64>();
+    let parts = ["used_bytes", "cache_bytes", "unreturned_bytes", "emulator_bytes"];
+    let private: u64 = parts.map(sum).iter().sum();
+    let counted: u64 = host.guests().iter().map(|guest| rss_anon(&guest["pid"])).sum();
+    assert!(private.abs_diff(counted) < 40 << 20, "{private} {counted}");
+    let (images, image) = (sum("image_bytes"), figure(&report, "image_bytes"));
+    assert!(image < images && machines.iter().all(|it| image >= figure(it, "image_bytes")));
+    let shared = sum("proportional_bytes") - private;
+    let pools = figure(&report, "pool_bytes");
+    // Some pages of pools are nobody's any more.
+    assert!((image..=image + pools + 2).contains(&shared), "{shared} of {image} and {pools}");
+    assert!(shared + 2 >= image + pools / 2, "{shared} of {image} and {pools}");
+}
+
 /// What guests have in common is in memory once, and each reads what it had. A daemon that is killed
 /// takes nothing with it: the next one goes on with its pools.
 #[test]
@@ -107,7 +127,8 @@ fn the_daemon_merges_what_guests_have_in_common() {
     let pools = merged(&host, 2);
     assert!(pools < 60 << 20, "{pools}");
     let shown = host.run(&["--config", &host.text("config.toml"), "vm", "top"]);
-    assert!(shown.ok().contains("merged into"), "{}", shown.stdout);
+    assert!(shown.ok().contains("were merged into"), "{}", shown.stdout);
+    assert_parts_add_up(&host);
     drop(first);
 
     // Alone it has nothing in common with anybody but with the pools.

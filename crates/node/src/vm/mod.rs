@@ -275,7 +275,7 @@ fn names(all: &Path) -> Result<Vec<String>> {
 fn status(dir: &Path) -> Result<Option<VmStatus>> {
     let Some(record) = read_record(dir)? else { return Ok(None) };
     let lives = is_locked(dir)?;
-    let is_attended = || socket::connect(dir, "control").is_ok();
+    let is_attended = || socket::is_listening(dir, "control");
     let state = match lives {
         false => State::Ended,
         true if is_attended() => State::Running,

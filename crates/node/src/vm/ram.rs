@@ -31,65 +31,59 @@ impl Ram {
         let dir = proc.join(pid.to_string());
         let maps = kernel_text::read(&dir.join("maps"))?;
         let addresses = find_in(&maps, bytes).ok_or_else(|| {
-            let what = format!("process {pid} has no private mapping of {bytes} bytes");
+            let what = format!("process {pid} {}", why_not(&maps, bytes));
             io::Error::new(io::ErrorKind::NotFound, what)
         })?;
         Ok(Self { pagemap: File::open(dir.join("pagemap"))?, dir, addresses })
     }
 
-    /// How many bytes of it the host holds, and how many of these a file has (which were merged).
+    /// What of it the host holds.
     ///
     /// # Errors
     /// Those of [`scan`].
     pub fn resident(&self) -> io::Result<Resident> {
-        // The kernel's page of zeros takes nothing.
+        self.count(|_| {})
+    }
+
+    /// The same. Calls `each` with the addresses of private pages, in their order.
+    ///
+    /// # Errors
+    /// Those of [`scan`].
+    pub(super) fn count(&self, mut each: impl FnMut(Range<u64>)) -> io::Result<Resident> {
         let query = Query {
             mask: category::PRESENT,
-            inverted: category::ZERO,
-            returned: category::FILE,
-            write_protect: false,
+            returned: category::FILE | category::ZERO,
+            ..Query::default()
         };
         let mut resident = Resident::default();
         scan(&self.pagemap, self.addresses.clone(), query, |Region { start, end, categories }| {
+            // The kernel's page of zeros takes nothing.
+            if categories & category::ZERO != 0 {
+                resident.zeros += end - start;
+                return;
+            }
             resident.bytes += end - start;
             if categories & category::FILE != 0 {
                 resident.of_files += end - start;
+            } else {
+                each(start..end);
             }
         })?;
         Ok(resident)
     }
-}
 
-impl Ram {
-    /// How many bytes of it are as in the pools of merged pages, or in the image: what is mapped of these
-    /// and was not written to since. The guest need not have touched it.
+    /// What of it was merged, in the order of addresses: mappings of pools, and of the image. A page that was
+    /// written to since is private.
     ///
     /// # Errors
-    /// Those of reading `/proc/PID/maps` and of [`scan`].
-    pub fn merged(&self) -> io::Result<u64> {
+    /// Those of reading `/proc/PID/maps`.
+    pub(super) fn merged(&self) -> io::Result<Merged> {
         let maps = kernel_text::read(&self.dir.join("maps"))?;
-        let pools = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
-        // A page that was written to is the process's own.
-        let query = Query { mask: category::PRESENT, inverted: category::FILE, ..Query::default() };
-        let mut bytes = 0;
-        for pool in pools.filter(|it| self.addresses.contains(&it.addresses.start)) {
-            bytes += pool.addresses.end - pool.addresses.start;
-            let count = |region: Region| bytes -= region.end - region.start;
-            scan(&self.pagemap, pool.addresses, query, count)?;
-        }
-        Ok(bytes)
-    }
-
-    /// How many bytes of it are the kernel's page of zeros.
-    ///
-    /// # Errors
-    /// Those of [`scan`].
-    pub fn zeros(&self) -> io::Result<u64> {
-        let query = Query { mask: category::PRESENT | category::ZERO, ..Query::default() };
-        let mut bytes = 0;
-        let count = |region: Region| bytes += region.end - region.start;
-        scan(&self.pagemap, self.addresses.clone(), query, count)?;
-        Ok(bytes)
+        let merged = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
+        let merged = merged.filter(|it| self.addresses.contains(&it.addresses.start));
+        let (pools, images): (Vec<_>, Vec<_>) = merged.partition(|it| !is_of_image(it.name));
+        let pieces = |all: Vec<Mapping<'_>>| all.iter().map(Mapping::piece).collect();
+        Ok(Merged { pools: pieces(pools), images: pieces(images) })
     }
 }
 
@@ -98,8 +92,10 @@ impl Ram {
 pub struct Resident {
     /// In bytes.
     pub bytes: u64,
-    /// Of these, in pages of files.
+    /// Of these, in pages of files, which were merged.
     pub of_files: u64,
+    /// Beside these, in the kernel's page of zeros, which takes nothing.
+    pub zeros: u64,
 }
 
 impl Resident {
@@ -109,20 +105,56 @@ impl Resident {
     }
 }
 
+/// A file, by its device and inode.
+pub(super) type FileId = (u64, u64);
+
+/// A mapping of a part of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) addresses: Range<u64>,
+    pub(super) file: FileId,
+    /// Of the first byte, in the file.
+    pub(super) offset: u64,
+}
+
+/// What of a guest's memory was merged.
+#[derive(Debug, Default)]
+pub(super) struct Merged {
+    /// With pools of merged pages.
+    pub(super) pools: Vec<Piece>,
+    /// With files of the image.
+    pub(super) images: Vec<Piece>,
+}
+
 /// A line of `/proc/PID/maps`.
 pub(super) struct Mapping<'l> {
     pub(super) addresses: Range<u64>,
     pub(super) access: &'l str,
+    offset: u64,
+    file: FileId,
     /// Empty for anonymous memory.
     pub(super) name: &'l str,
 }
 
+impl Mapping<'_> {
+    pub(super) fn piece(&self) -> Piece {
+        Piece { addresses: self.addresses.clone(), file: self.file, offset: self.offset }
+    }
+}
+
 pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
-    let mut words = line.split_whitespace();
+    // A name may have spaces.
+    let mut words = line.splitn(6, ' ');
     let (start, end) = words.next()?.split_once('-')?;
-    let address = |text| u64::from_str_radix(text, 16).ok();
-    let addresses = address(start)?..address(end)?;
-    Some(Mapping { addresses, access: words.next()?, name: words.nth(3).unwrap_or_default() })
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    let addresses = number(start)?..number(end)?;
+    let access = words.next()?;
+    let offset = number(words.next()?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let file = (number(major)? << 32 | number(minor)?, words.next()?.parse().ok()?);
+    let name = words.next().unwrap_or_default().trim_start();
+    let name = name.strip_suffix(" (deleted)").unwrap_or(name);
+    Some(Mapping { addresses, access, offset, file, name })
 }
 
 /// Whether pages of a mapping in a guest's memory were merged.
@@ -140,7 +172,7 @@ pub(super) fn is_of_image(path: &str) -> bool {
 /// mappings can follow at once, and merged pages are mappings of their own.
 fn find_in(maps: &str, bytes: u64) -> Option<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
-    for Mapping { addresses, access, name } in maps.lines().filter_map(mapping) {
+    for Mapping { addresses, access, name, .. } in maps.lines().filter_map(mapping) {
         if !access.starts_with("rw-p") || !(name.is_empty() || is_merged(name)) {
             continue;
         }
@@ -157,19 +189,37 @@ fn find_in(maps: &str, bytes: u64) -> Option<Range<u64>> {
     runs.iter().rev().find_map(ram)
 }
 
+/// Why nothing was found there.
+fn why_not(maps: &str, bytes: u64) -> String {
+    let mut large = maps.lines().filter_map(mapping).filter(|it| {
+        let Range { start, end } = it.addresses;
+        it.access.starts_with("rw") && !it.name.is_empty() && end - start >= bytes
+    });
+    match large.next() {
+        Some(Mapping { access, name, .. }) => {
+            let how = if access.ends_with('s') { "shared" } else { "of a file or of huge pages" };
+            format!("has its guest's memory in a mapping that is {how}: {name}")
+        }
+        None => format!("has no private mapping of {bytes} bytes"),
+    }
+}
+
 /// Anonymous memory of a process, in bytes: a counter of the kernel's, which costs next to nothing.
 ///
 /// # Errors
-/// Those of reading `/proc/PID/status`; `InvalidData` if it has no such line.
+/// Those of reading `/proc/PID/statm`; `InvalidData` if it has no such figures.
 pub(super) fn anonymous(proc: &Path, pid: u32) -> io::Result<u64> {
-    let status = kernel_text::read(&proc.join(pid.to_string()).join("status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    // Size, resident pages, and those of files and shared memory among them (proc_pid_statm(5)).
+    let statm = kernel_text::read(&proc.join(pid.to_string()).join("statm"))?;
+    let mut pages = statm.split(' ').skip(1).map_while(|word| word.parse::<u64>().ok());
+    let (resident, shared) = pages.next().zip(pages.next()).ok_or(io::ErrorKind::InvalidData)?;
+    Ok(resident.saturating_sub(shared) * cofolio_sys::cache::page_size())
 }
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
     use super::*;
 
     #[test]
@@ -193,5 +243,27 @@ mod tests {
 7f000a004000-7f0027e00000 rw-p 00000000 00:00 0
 ";
         assert_eq!(find_in(maps, 512 << 20), Some(0x7f00_07e0_0000..0x7f00_27e0_0000));
+    }
+
+    #[test]
+    fn memory_that_is_not_private_is_named() {
+        let maps = "\
+7f0000000000-7f0020000000 rw-s 00000000 00:01 1036                       /memfd:ram (deleted)
+7f0030000000-7f0030001000 rw-p 00000000 00:00 0
+";
+        assert!(why_not(maps, 512 << 20).ends_with("that is shared: /memfd:ram"));
+        let maps = "7f0000000000-7f0020000000 rw-p 00000000 00:11 7 /anon_hugepage (deleted)\n";
+        assert!(why_not(maps, 512 << 20).ends_with("huge pages: /anon_hugepage"));
+        assert_eq!(why_not(maps, 1 << 30), "has no private mapping of 1073741824 bytes");
+    }
+
+    #[test]
+    fn anonymous_memory_is_what_is_no_files() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("7")).unwrap();
+        std::fs::write(dir.path().join("7/statm"), "24680 1300 300 12 0 999 0\n").unwrap();
+        assert_eq!(anonymous(dir.path(), 7).unwrap(), 1000 * cofolio_sys::cache::page_size());
+        std::fs::write(dir.path().join("7/statm"), "24680\n").unwrap();
+        assert!(anonymous(dir.path(), 7).is_err());
     }
 }

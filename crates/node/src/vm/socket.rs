@@ -7,15 +7,33 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
+use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
+    socket_with,
 };
 
 /// Connects to what listens there.
 pub(super) fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     let held = File::open(dir)?;
     UnixStream::connect(format!("/proc/self/fd/{}/{name}", held.as_raw_fd()))
+}
+
+/// Whether a process listens there. It may be stopped, with more clients than it has room for: then
+/// connecting to it would wait.
+pub(super) fn is_listening(dir: &Path, name: &str) -> bool {
+    let connect = || -> io::Result<()> {
+        let held = File::open(dir)?;
+        let path = format!("/proc/self/fd/{}/{name}", held.as_raw_fd());
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+            Err(Errno::AGAIN) => Ok(()),
+            connected => Ok(connected?),
+        }
+    };
+    connect().is_ok()
 }
 
 /// Listens there.
@@ -51,4 +69,23 @@ pub(super) fn receive_with(socket: &UnixStream, bytes: &mut [u8]) -> io::Result<
     });
     let fd = fds.next().and_then(|mut fds| fds.next());
     if received.bytes == length { Ok(fd) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    /// `vm run` was stopped, and after 128 looks whether it listens the next one waited for good.
+    #[test]
+    fn a_stopped_process_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!is_listening(dir.path(), "control"));
+        let listener = listen(dir.path(), "control").unwrap();
+        let looks = (0..10_000).filter(|_| is_listening(dir.path(), "control"));
+        assert_eq!(looks.count(), 10_000);
+        drop(listener);
+        assert!(!is_listening(dir.path(), "control"));
+    }
 }
