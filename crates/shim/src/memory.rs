@@ -118,6 +118,11 @@ impl Memory {
         }
     }
 
+    /// Gives all pools up: their memory would be kept for nothing.
+    pub(crate) fn forget_pools(&mut self) {
+        self.pools.drain().for_each(|(_, pool)| pool.unmap());
+    }
+
     /// Merges a run.
     pub(crate) fn merge(&mut self, run: &Run) -> Outcome {
         let mut outcome = Outcome::default();

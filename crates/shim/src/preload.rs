@@ -80,6 +80,12 @@ fn serve() -> io::Result<()> {
     let fd = fd.ok_or(io::ErrorKind::NotFound)?;
     // SAFETY: whoever started the VMM opened it for us.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // Whoever connects asks the kernel which process listens (SO_PEERCRED): this one, from now on, and not
+    // the one that made the socket.
+    // SAFETY: takes a descriptor and an integer.
+    if unsafe { libc::listen(listener.as_raw_fd(), 16) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
     // SAFETY: zeros are a signal set, which the calls fill; the mask is this thread's.
     let before = unsafe {
         let (mut all, mut before) = std::mem::zeroed::<(libc::sigset_t, libc::sigset_t)>();
@@ -159,8 +165,10 @@ fn hello() -> Hello {
             }
         }
     }
-    match &*state {
+    match &mut *state {
         State::Ready(memory) => {
+            // They are of a merger that was killed. This one gives pools of its own.
+            memory.forget_pools();
             let (start, len) = memory.place();
             Hello { start: start as u64, len: len as u64, errno: 0, reserved: 0 }
         }

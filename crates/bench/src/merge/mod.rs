@@ -290,7 +290,7 @@ fn run_engine(
             Ran { seconds: ENGINE_MIN.as_secs_f64(), ..Ran::default() }
         }
         Engine::Ksm | Engine::KsmDefaults => with_ksm(engine, enough)?,
-        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough)?,
+        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, pages, enough)?,
     };
     let mut all = ran;
     for guest in guests {
@@ -324,7 +324,7 @@ fn with_ksm(engine: Engine, enough: f64) -> Result<Ran> {
     Ok(ran)
 }
 
-fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
+fn with_merger(engine: Engine, guests: &[Guest], pages: usize, enough: f64) -> Result<Ran> {
     let threads = match engine {
         Engine::MergerOne => 1,
         _ => MergePolicy::default().threads,
@@ -338,6 +338,7 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
             name: format!("guest{number}"),
             domain: "bench".to_owned(),
             pid: guest.child.id(),
+            memory_bytes: pages as u64 * PAGE,
             dir: guest.dir.path().to_owned(),
         })
         .collect();

@@ -25,7 +25,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use cofolio_shim::protocol::{self, PAGE, RUNS_MAX, Run, ZEROS};
+use cofolio_shim::protocol::{self, Hello, PAGE, RUNS_MAX, Run, ZEROS};
 use serde::{Deserialize, Serialize};
 
 use self::plan::{Bounds, PlannedRun, Source, plan};
@@ -38,8 +38,12 @@ use crate::run_dir::RunDir;
 
 /// Pages that a thread hashes before it takes the next ones.
 const PART_PAGES: usize = 4096;
-/// After an error a guest is left alone for so long.
+/// After an error a guest is left alone for so long, and after each further one for twice as long.
 const RETRY: Duration = Duration::from_secs(30);
+const RETRY_MAX: Duration = Duration::from_secs(3600);
+/// A guest's merging takes so long in a pass at most, but for the last request: its shim may be slow on
+/// purpose, and others wait for the end of the pass. What is left is planned again in the next.
+const MERGE_MAX: Duration = Duration::from_secs(10);
 /// Mappings are left for the VMM itself: a process at its limit can map nothing.
 const MAPPINGS_SHARE: f64 = 0.7;
 
@@ -70,6 +74,8 @@ pub struct Target {
     pub domain: String,
     /// Process of the VMM.
     pub pid: u32,
+    /// Bytes of its memory.
+    pub memory_bytes: u64,
     /// Directory of the socket `merge` of the shim in it.
     pub dir: PathBuf,
 }
@@ -79,9 +85,10 @@ pub fn targets(run: &RunDir) -> Vec<Target> {
     let mut unreadable = Vec::new();
     let list = super::list(run, &mut unreadable).unwrap_or_default();
     let target = |status: VmStatus| {
-        let VmRecord { name, domain, .. } = status.record;
-        let dir = run.path().join("vms").join(&name);
-        dir.join("merge").exists().then_some(Target { pid: status.pid?, name, domain, dir })
+        let VmRecord { name, domain, memory_bytes, .. } = status.record;
+        let (dir, pid) = (run.path().join("vms").join(&name), status.pid?);
+        let target = Target { name, domain, pid, memory_bytes, dir };
+        target.dir.join("merge").exists().then_some(target)
     };
     list.into_iter().filter_map(target).collect()
 }
@@ -112,9 +119,16 @@ pub struct Merger {
     /// Where `/proc` is.
     root: PathBuf,
     domains: BTreeMap<String, Domain>,
-    /// When guests that failed are tried again.
-    failed: HashMap<String, Instant>,
+    failed: HashMap<String, Failed>,
     zeros: NonZeroU64,
+}
+
+/// A guest that has failed.
+#[derive(Debug)]
+struct Failed {
+    /// When it is tried again.
+    until: Instant,
+    waits: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -198,8 +212,7 @@ impl Merger {
             // One that has ended is no failure.
             let proc = self.root.join("proc");
             if guest.is_some_and(|guest| proc.join(guest.pid.to_string()).exists()) {
-                log(&format!("virtual machine {name} is not merged: {error}"));
-                self.failed.insert(name, Instant::now() + RETRY);
+                self.fail(name, &error, log);
             }
         }
         report
@@ -215,10 +228,12 @@ impl Merger {
         }
         self.domains.retain(|_, domain| !domain.guests.is_empty());
         let now = Instant::now();
-        self.failed.retain(|name, until| pids.contains_key(&**name) && now < *until);
+        // One that was well for as long as it had waited begins anew.
+        self.failed.retain(|name, it| pids.contains_key(&**name) && now < it.until + it.waits);
         for target in targets {
             let knows = |domain: &Domain| domain.guests.contains_key(&target.name);
-            if self.domains.values().any(knows) || self.failed.contains_key(&target.name) {
+            let waits = self.failed.get(&target.name).is_some_and(|it| now < it.until);
+            if waits || self.domains.values().any(knows) {
                 continue;
             }
             match Guest::begin(&proc, &target) {
@@ -226,12 +241,15 @@ impl Merger {
                     let domain = self.domains.entry(target.domain).or_default();
                     domain.guests.insert(target.name, guest);
                 }
-                Err(error) => {
-                    log(&format!("virtual machine {} is not merged: {error}", target.name));
-                    self.failed.insert(target.name, now + RETRY);
-                }
+                Err(error) => self.fail(target.name, &error, log),
             }
         }
+    }
+
+    fn fail(&mut self, name: String, error: &io::Error, log: &(dyn Fn(&str) + Sync)) {
+        log(&format!("virtual machine {name} is not merged: {error}"));
+        let waits = self.failed.get(&name).map_or(RETRY, |it| (it.waits * 2).min(RETRY_MAX));
+        self.failed.insert(name, Failed { until: Instant::now() + waits, waits });
     }
 }
 
@@ -330,13 +348,28 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl Guest {
     fn begin(proc: &Path, target: &Target) -> io::Result<Self> {
-        let (shim, hello) = Shim::new(socket::connect(&target.dir, "merge")?)?;
-        let pages = Pages::new(proc, target.pid, hello.start, hello.len)?;
+        let socket = socket::connect(&target.dir, "merge")?;
+        // Its pages are read, and it gets pools with what it has in common with others: so both must be
+        // of one process. The VMM itself has written which it is, and could name one of another domain.
+        let peer = rustix::net::sockopt::socket_peercred(&socket)?.pid.as_raw_nonzero().get();
+        if u32::try_from(peer) != Ok(target.pid) {
+            let what = format!("process {peer} answers for its VMM, process {}", target.pid);
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+        }
+        let (shim, hello) = Shim::new(socket)?;
+        let Hello { start, len, .. } = hello;
+        let is_aligned = start.is_multiple_of(PAGE as u64);
+        if len != target.memory_bytes || !is_aligned || start.checked_add(len).is_none() {
+            let what = format!("its shim names {len} bytes at {start:#x} as its memory");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let pages = Pages::new(proc, target.pid, start, len)?;
         Ok(Self { pid: target.pid, shim, pages, merging: Merging::default() })
     }
 
     /// Merges runs, as many as it may have mappings for.
     fn merge(&mut self, planned: &[PlannedRun], pools: &Mutex<&mut Pools>) -> io::Result<()> {
+        let began = Instant::now();
         let mut mappings = self.mappings_left();
         let mut runs = Vec::new();
         for PlannedRun { pages, source } in planned {
@@ -360,6 +393,9 @@ impl Guest {
             runs.push(Run { page: pages.start as u64, pool, pool_page, pages: count, reserved: 0 });
         }
         for runs in runs.chunks(RUNS_MAX.min(256)) {
+            if began.elapsed() >= MERGE_MAX {
+                break;
+            }
             let outcomes = self.shim.merge(runs)?;
             for (run, outcome) in runs.iter().zip(outcomes) {
                 let merged = u64::from(outcome.count());

@@ -6,13 +6,11 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::FileExt as _;
 use std::sync::Mutex;
 use std::thread::ScopedJoinHandle;
 
 use cofolio_shim::protocol::PAGE;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use cofolio_sys::memory::sealed;
 
 use super::plan::Content;
 use super::scan::hash_of;
@@ -74,7 +72,7 @@ impl Pools {
                 let content =
                     |(page, copy): (&[u8], &u8)| Content { hash: hash_of(page), copy: *copy };
                 let contents: Vec<_> = pages.chunks(PAGE).zip(copies).map(content).collect();
-                lock(&made).push((number, sealed(pages)?, contents));
+                lock(&made).push((number, sealed("cofolio-pool", pages)?, contents));
             }
             Ok(())
         };
@@ -109,39 +107,11 @@ impl Pools {
     }
 }
 
-/// A file in memory with these pages, which never changes, open for reading.
-fn sealed(pages: &[u8]) -> io::Result<File> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
-    let file = File::from(memfd_create("cofolio-pool", flags)?);
-    file.write_all_at(pages, 0)?;
-    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL;
-    fcntl_add_seals(&file, seals)?;
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
     use super::*;
-
-    /// A VMM that was broken into has a pool's descriptor, and runs as root.
-    #[test]
-    fn nobody_writes_to_a_pool() {
-        let mut pools = Pools::default();
-        pools.add(&[0, 0], 2, |_, pages| pages[..PAGE].fill(7)).unwrap();
-        let pool = &pools.pools[&0];
-        let path = format!("/proc/self/fd/{}", pool.file.as_raw_fd());
-        assert!(pool.file.write_all_at(b"x", 0).is_err());
-        let again = File::options().read(true).write(true).open(&path).unwrap();
-        assert!(again.write_all_at(b"x", 0).is_err());
-        assert!(again.set_len(0).is_err());
-        let mut page = [0; PAGE];
-        pool.file.read_exact_at(&mut page, PAGE as u64).unwrap();
-        assert_eq!(page, [0; PAGE]);
-        pool.file.read_exact_at(&mut page, 0).unwrap();
-        assert_eq!(page, [7; PAGE]);
-    }
 
     #[test]
     fn a_pool_goes_with_its_last_user() {

@@ -5,14 +5,16 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, Run, kind};
+use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, RUN_PAGES_MAX, Run, kind};
+
+use rustix::io::Errno;
 
 use crate::vm::socket::send_with;
 
 /// How long a shim may take for an answer. A run takes some milliseconds at most.
-const ANSWER: Duration = Duration::from_secs(30);
+const ANSWER: Duration = Duration::from_secs(10);
 
 /// A connection to a shim.
 #[derive(Debug)]
@@ -25,12 +27,11 @@ pub(super) struct Shim {
 impl Shim {
     /// Asks where the guest's memory is.
     pub(super) fn new(socket: UnixStream) -> io::Result<(Self, Hello)> {
-        socket.set_read_timeout(Some(ANSWER))?;
         socket.set_write_timeout(Some(ANSWER))?;
         let mut shim = Self { socket, pools: HashSet::new() };
         shim.send(Head { kind: kind::HELLO, ..Head::default() }, None)?;
         let mut hello = [Hello::default()];
-        shim.socket.read_exact(Plain::bytes_mut(&mut hello))?;
+        shim.receive(Plain::bytes_mut(&mut hello))?;
         match hello[0].errno {
             0 => Ok((shim, hello[0])),
             errno => Err(error_of(errno)),
@@ -45,7 +46,7 @@ impl Shim {
         let head = Head { kind: kind::POOL, count: pages, argument: number, reserved: 0 };
         self.send(head, Some(file))?;
         let mut errno = [0_u32];
-        self.socket.read_exact(Plain::bytes_mut(&mut errno))?;
+        self.receive(Plain::bytes_mut(&mut errno))?;
         match errno[0] {
             0 => _ = self.pools.insert(number),
             errno => return Err(error_of(errno)),
@@ -59,8 +60,34 @@ impl Shim {
         self.send(Head { kind: kind::MERGE, count, ..Head::default() }, None)?;
         self.socket.write_all(Plain::bytes(runs))?;
         let mut outcomes = vec![Outcome::default(); runs.len()];
-        self.socket.read_exact(Plain::bytes_mut(&mut outcomes))?;
+        self.receive(Plain::bytes_mut(&mut outcomes))?;
+        if let Some((run, outcome)) = runs.iter().zip(&outcomes).find(|it| !is_possible(it)) {
+            let what = format!("its shim answers {outcome:?} to {run:?}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
         Ok(outcomes)
+    }
+
+    /// Fills `bytes` with an answer. A timeout of the socket is one of each read, and a shim that sends a
+    /// byte now and then would hold the merger up for ever.
+    fn receive(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
+        let until = Instant::now() + ANSWER;
+        let late = || io::Error::new(io::ErrorKind::TimedOut, "its shim does not answer");
+        while !bytes.is_empty() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(late());
+            }
+            self.socket.set_read_timeout(Some(left))?;
+            match self.socket.read(bytes) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => bytes = &mut bytes[read..],
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(late()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     fn send(&mut self, head: Head, file: Option<&File>) -> io::Result<()> {
@@ -72,6 +99,13 @@ impl Shim {
     }
 }
 
+/// Whether an outcome is one of a run: it has no more pages than that.
+fn is_possible((run, outcome): &(&Run, &Outcome)) -> bool {
+    let pages = run.pages as usize;
+    let all = outcome.count() + u32::from(outcome.changed) + u32::from(outcome.busy);
+    all <= run.pages && !(pages..RUN_PAGES_MAX).any(|page| outcome.is_merged(page))
+}
+
 fn error_of(errno: u32) -> io::Error {
-    io::Error::from_raw_os_error(i32::try_from(errno).unwrap_or(0))
+    io::Error::from_raw_os_error(i32::try_from(errno).unwrap_or(Errno::IO.raw_os_error()))
 }

@@ -330,6 +330,8 @@ impl Guest {
                 } else if now >= began + DEFLATE_MAX {
                     self.balloon.set(self.memory)?;
                     self.phase = Phase::Deflating { began: now };
+                    // It may never let go.
+                    self.due = now + DEFLATE_MAX;
                 }
                 Ok(())
             }
@@ -338,7 +340,10 @@ impl Guest {
 
     fn sample(&mut self, proc: &Path, now: Duration, pressure: Pressure) -> io::Result<()> {
         self.due = now + self.controller.period();
-        let Some(guest) = self.balloon.guest()? else { return Ok(()) };
+        let Some(mut guest) = self.balloon.guest()? else { return Ok(()) };
+        // It may say anything.
+        guest.free = guest.free.min(self.memory);
+        guest.caches = guest.caches.min(self.memory);
         let estimated = anonymous(proc, self.pid)?.saturating_sub(self.emulator);
         let sample =
             |resident| Sample { at: now, free: guest.free, resident, stalls: guest.stalls };
