@@ -80,6 +80,12 @@ fn serve() -> io::Result<()> {
     let fd = fd.ok_or(io::ErrorKind::NotFound)?;
     // SAFETY: whoever started the VMM opened it for us.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // Whoever connects asks the kernel which process listens (SO_PEERCRED): this one, from now on, and not
+    // the one that made the socket.
+    // SAFETY: takes a descriptor and an integer.
+    if unsafe { libc::listen(listener.as_raw_fd(), 16) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
     // A pool has a descriptor, and there may be a thousand.
     // SAFETY: zeros are a limit, which the first call fills and the second one reads.
     unsafe {

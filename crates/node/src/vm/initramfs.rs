@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Purpose, replace_file};
-use rustix::fs::CWD;
+use rustix::fs::{CWD, FlockOperation, flock};
 use sha2::{Digest as _, Sha256};
 
 use super::error::{Result, VmError};
@@ -48,6 +48,9 @@ pub fn initramfs(
     key.update(found.size().to_le_bytes());
     key.update(found.mtime().to_le_bytes());
     let path = dir.join(format!("{}.initramfs", &const_hex::encode(key.finalize())[..16]));
+    // Several machines may be the first of a kernel at the same time, and what is aside is one's.
+    let held = fs::File::open(dir).at("opening", dir)?;
+    flock(&held, FlockOperation::LockExclusive).at("locking", dir)?;
     if path.is_file() {
         return Ok(path);
     }

@@ -5,8 +5,9 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use cofolio_shim::protocol::{Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS, kind};
+use cofolio_shim::protocol::{Hello, Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS, kind};
 use cofolio_sys::pagemap::{Query, Region, category, scan};
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +23,9 @@ use crate::{kernel_text, processes};
 
 /// Mappings are left for the VMM itself: a process at its limit can map nothing.
 const MAPPINGS_SHARE: f64 = 0.7;
+/// A guest's merging takes so long in a pass at most, but for the last request: its shim may be slow on
+/// purpose, and others wait for the end of the pass. What is left is planned again later.
+const MERGE_MAX: Duration = Duration::from_secs(10);
 /// Runs of one request.
 const RUNS: usize = 256;
 /// Runs that are converted at a time, at most: their pages are in memory twice until they are merged again.
@@ -117,14 +121,23 @@ impl Guest {
         if let Some(refusal) = opened.refusal {
             return Err(io::Error::new(io::ErrorKind::Unsupported, refusal));
         }
-        let (mut shim, hello) = Shim::new(socket::connect(&target.dir, "merge")?)?;
-        let memory = hello.start..hello.start.saturating_add(hello.len);
-        if hello.len > target.memory_bytes || hello.start % PAGE as u64 != 0 {
-            let what = "its shim says that the guest has more memory than it was started with";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        let socket = socket::connect(&target.dir, "merge")?;
+        // Its pages are read, and it gets pools with what it has in common with others: so both must be
+        // of one process. The VMM itself has written which it is, and could name one of another domain.
+        let peer = rustix::net::sockopt::socket_peercred(&socket)?.pid.as_raw_nonzero().get();
+        if u32::try_from(peer) != Ok(target.pid) {
+            let what = format!("process {peer} answers for its VMM, process {}", target.pid);
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
-        let pages = Pages::new(proc, target.pid, hello.start, hello.len)?;
-        let most = usize::try_from(hello.len).unwrap_or(0) / PAGE / POOL_PAGES * WASTED + 1024;
+        let (mut shim, Hello { start, len, .. }) = Shim::new(socket)?;
+        let end = start.checked_add(len).filter(|_| start.is_multiple_of(PAGE as u64));
+        let Some(end) = end.filter(|_| len == target.memory_bytes) else {
+            let what = format!("its shim names {len} bytes at {start:#x} as its memory");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        };
+        let memory = start..end;
+        let pages = Pages::new(proc, target.pid, start, len)?;
+        let most = usize::try_from(len).unwrap_or(0) / PAGE / POOL_PAGES * WASTED + 1024;
         for (number, file) in shim.kept(most)? {
             if !pools.adopt(number, file, target.pid)? {
                 shim.forget(number)?;
@@ -178,7 +191,8 @@ impl Guest {
             Source::Slot(Slot { pool, page }) => self::run(&run.pages, pool, page),
         };
         let runs: Vec<Run> = planned.iter().map(run).collect();
-        for runs in runs.chunks(RUNS) {
+        let began = Instant::now();
+        for runs in runs.chunks(RUNS).take_while(|_| began.elapsed() < MERGE_MAX) {
             for (run, outcome) in runs.iter().zip(self.shim.ask(kind::MERGE, runs)?) {
                 self.note(run, &outcome);
             }

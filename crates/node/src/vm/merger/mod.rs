@@ -42,8 +42,8 @@ use crate::run_dir::RunDir;
 
 /// Pages that a thread hashes before it takes the next ones.
 const PART_PAGES: usize = 4096;
-/// After an error a guest is left alone for so long at first, and at most. It doubles: a shim that does
-/// not answer must not hold up the others for ever.
+/// After an error a guest is left alone for so long, and after each further one for twice as long: a shim
+/// that does not answer holds up the others.
 const RETRY: Duration = Duration::from_secs(30);
 const RETRY_MAX: Duration = Duration::from_secs(3600);
 /// From so many pools on, small ones are put together.
@@ -132,8 +132,7 @@ pub struct Merger {
     /// Where `/proc` is.
     root: PathBuf,
     domains: BTreeMap<String, Domain>,
-    /// Guests that failed: when they are tried again, and how long they wait.
-    failed: HashMap<String, (Instant, Duration)>,
+    failed: HashMap<String, Failed>,
     zeros: NonZeroU64,
     passes: u64,
 }
@@ -160,7 +159,16 @@ pub struct MergeReport {
     pub wait: Duration,
 }
 
-type Failed = Vec<(String, io::Error)>;
+/// A guest that has failed.
+#[derive(Debug)]
+struct Failed {
+    /// When it is tried again.
+    until: Instant,
+    waits: Duration,
+}
+
+/// Guests, by name, and why they failed.
+type Errors = Vec<(String, io::Error)>;
 
 impl Merger {
     /// With nothing merged yet.
@@ -219,9 +227,8 @@ impl Merger {
 
     fn fail(&mut self, name: String, error: &io::Error, log: &(dyn Fn(&str) + Sync)) {
         log(&format!("virtual machine {name} is not merged: {error}"));
-        let before = self.failed.get(&name).map(|(_, wait)| *wait);
-        let wait = before.map_or(RETRY, |wait| (wait * 2).min(RETRY_MAX));
-        self.failed.insert(name, (Instant::now() + wait, wait));
+        let waits = self.failed.get(&name).map_or(RETRY, |it| (it.waits * 2).min(RETRY_MAX));
+        self.failed.insert(name, Failed { until: Instant::now() + waits, waits });
     }
 
     /// Begins with new guests, and forgets those that have ended.
@@ -236,11 +243,12 @@ impl Merger {
         }
         self.domains.retain(|_, domain| !domain.guests.is_empty());
         let now = Instant::now();
-        self.failed.retain(|name, _| pids.contains_key(&**name));
+        // One that was well for as long as it had waited begins anew.
+        self.failed.retain(|name, it| pids.contains_key(&**name) && now < it.until + it.waits);
         for target in targets {
             let knows = |domain: &Domain| domain.guests.contains_key(&target.name);
-            let waits = self.failed.get(&target.name).is_some_and(|(until, _)| now < *until);
-            if self.domains.values().any(knows) || waits {
+            let waits = self.failed.get(&target.name).is_some_and(|it| now < it.until);
+            if waits || self.domains.values().any(knows) {
                 continue;
             }
             let domain = self.domains.entry(target.domain.clone()).or_default();
@@ -258,7 +266,7 @@ impl Domain {
         &mut self,
         policy: &MergePolicy,
         zeros: NonZeroU64,
-        failed: &mut Failed,
+        failed: &mut Errors,
     ) -> io::Result<(u64, u64)> {
         let hashed = self.look_and_hash(policy, failed);
         // Nothing new is known of any guest.
@@ -315,7 +323,7 @@ impl Domain {
         self.pools.add(new.len(), policy.threads, read)
     }
 
-    fn look_and_hash(&mut self, policy: &MergePolicy, failed: &mut Failed) -> u64 {
+    fn look_and_hash(&mut self, policy: &MergePolicy, failed: &mut Errors) -> u64 {
         let mut parts = Vec::new();
         let mut hashed = 0;
         for (name, guest) in &mut self.guests {
@@ -334,7 +342,7 @@ impl Domain {
     }
 
     /// Gives pools up that nobody maps, and makes merged pages the guests' own again where that is better.
-    fn survey(&mut self, policy: &MergePolicy, failed: &mut Failed) {
+    fn survey(&mut self, policy: &MergePolicy, failed: &mut Errors) {
         let mut used = Used::new();
         let mut surveys = Vec::new();
         for (name, guest) in &mut self.guests {
@@ -365,7 +373,7 @@ impl Domain {
 fn on_threads<T: Send>(
     threads: usize,
     work: Vec<T>,
-    failed: &mut Failed,
+    failed: &mut Errors,
     each: impl Fn(T) -> Result<(), (String, io::Error)> + Sync,
 ) {
     let threads = threads.min(work.len());

@@ -8,13 +8,12 @@
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::Mutex;
 use std::thread::ScopedJoinHandle;
 
 use cofolio_shim::protocol::PAGE;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
+use cofolio_sys::memory::{is_sealed, sealed};
 
 use super::plan::{Slot, Slots, contents};
 use super::scan::hash_of;
@@ -76,7 +75,7 @@ impl Pools {
                 read(first, content);
                 // What has changed since it was hashed is as good a content as any other.
                 let hashes: Vec<_> = content.chunks(PAGE).map(|page| Some(hash_of(page))).collect();
-                lock(&made).push((number, sealed(content)?, hashes));
+                lock(&made).push((number, sealed("cofolio-pool", content)?, hashes));
             }
             Ok(())
         };
@@ -118,8 +117,7 @@ impl Pools {
         }
         let most = (POOL_PAGES * PAGE) as u64;
         let is_whole = stat.len() > 0 && stat.len() <= most && stat.len() % PAGE as u64 == 0;
-        let is_sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
-        if !(is_whole && is_sealed && number < IMAGES - 1) {
+        if !(is_whole && is_sealed(&file) && number < IMAGES - 1) {
             return Ok(false);
         }
         let mut content = vec![0; usize::try_from(stat.len()).unwrap_or(0)];
@@ -148,41 +146,11 @@ impl Pools {
     }
 }
 
-/// What makes that nobody can change a pool.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE);
-
-/// A file in memory with these pages, which never changes, open for reading.
-fn sealed(pages: &[u8]) -> io::Result<File> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
-    let file = File::from(memfd_create("cofolio-pool", flags)?);
-    file.write_all_at(pages, 0)?;
-    fcntl_add_seals(&file, SEALS | SealFlags::SEAL)?;
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
     use super::*;
-
-    /// A VMM that was broken into has a pool's descriptor, and runs as root.
-    #[test]
-    fn nobody_writes_to_a_pool() {
-        let mut pools = Pools::default();
-        pools.add(2, 2, |_, pages| pages[..PAGE].fill(7)).unwrap();
-        let pool = &pools.pools[&0];
-        let path = format!("/proc/self/fd/{}", pool.file.as_raw_fd());
-        assert!(pool.file.write_all_at(b"x", 0).is_err());
-        let again = File::options().read(true).write(true).open(&path).unwrap();
-        assert!(again.write_all_at(b"x", 0).is_err());
-        assert!(again.set_len(0).is_err());
-        let mut page = [0; PAGE];
-        pool.file.read_exact_at(&mut page, PAGE as u64).unwrap();
-        assert_eq!(page, [0; PAGE]);
-        pool.file.read_exact_at(&mut page, 0).unwrap();
-        assert_eq!(page, [7; PAGE]);
-    }
 
     #[test]
     fn a_pool_goes_with_its_last_user() {
@@ -220,7 +188,7 @@ mod tests {
         let mut others = Pools::default();
         others.add(1, 1, |_, pages| pages.fill(6)).unwrap();
         assert!(!pools.adopt(7, others.pools[&0].file.try_clone().unwrap(), 12).unwrap());
-        let open = File::from(memfd_create("cofolio-pool", MemfdFlags::ALLOW_SEALING).unwrap());
+        let open = tempfile::tempfile().unwrap();
         open.set_len(PAGE as u64).unwrap();
         assert!(!pools.adopt(8, open, 12).unwrap());
         assert!(!pools.adopt(8, File::open("/dev/null").unwrap(), 12).unwrap());
