@@ -9,6 +9,8 @@ mod console;
 mod disk;
 #[path = "vm/exec.rs"]
 mod exec;
+#[path = "vm/soak.rs"]
+mod soak;
 
 use std::fs;
 use std::ops::Deref;
