@@ -15,6 +15,8 @@ mod image;
 mod kernels;
 #[path = "vm/merge.rs"]
 mod merge;
+#[path = "vm/soak.rs"]
+mod soak;
 
 use std::fs;
 use std::ops::Deref;
