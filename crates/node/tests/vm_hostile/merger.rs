@@ -216,6 +216,26 @@ fn shims_that_do_not_answer_are_dropped() {
     vmms.iter_mut().for_each(Vmm::check);
 }
 
+/// Each trust domain has a thread. Whoever keeps one waiting, in whatever way, keeps its own domain waiting.
+#[test]
+fn a_domain_that_does_not_go_on_holds_up_no_other() {
+    let Some(shim) = shim("a_domain_that_does_not_go_on_holds_up_no_other") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut vmms = ["x", "y"].map(|name| honest(&dir, name, &shim));
+    let mut targets = vec![target_of("x", "last", &vmms[0]), target_of("y", "last", &vmms[1])];
+    let names = ["a", "b", "c", "d"];
+    let start = |it: &str| Vmm::start(&dir.path().join(it), "silent", Some((&shim, "hidden")));
+    let silent = names.map(start);
+    targets.extend(names.iter().zip(&silent).map(|(name, vmm)| target_of(name, "first", vmm)));
+    let mut merging = Merging::of(targets);
+    let began = std::time::Instant::now();
+    let report = merging.passes(4);
+    assert!(began.elapsed() < Duration::from_secs(38), "{:?}", began.elapsed());
+    assert!(merging.said().contains("trust domain first does not go on"), "{}", merging.said());
+    assert!(["x", "y"].iter().all(|name| report.guests[*name].pool_pages > 1000), "{report:?}");
+    vmms.iter_mut().for_each(Vmm::check);
+}
+
 /// A VMM that was broken into has what its shim gets, and runs as root if this test does. What the kernel
 /// offers besides is tried in `crates/sys/tests/sealed.rs`.
 #[test]

@@ -12,6 +12,7 @@
 //! merged. Nothing crosses trust domains: each has its own pools and its own plan. A pass over guests
 //! that stay as they are ends with the look.
 
+mod domain;
 mod guest;
 mod image;
 mod plan;
@@ -22,34 +23,22 @@ mod shim;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::num::NonZeroU64;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
+use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-use cofolio_shim::protocol::{self, PAGE};
+use cofolio_shim::protocol;
 
+use self::domain::Domain;
 pub use self::guest::Merging;
-use self::guest::{Guest, Used};
-use self::image::Images;
-use self::plan::{Bounds, Input, plan};
-use self::pool::{POOL_PAGES, Pools};
-use self::scan::hash_of;
 use super::{VmRecord, VmStatus, socket};
 use crate::run_dir::RunDir;
 
-/// Pages that a thread hashes before it takes the next ones.
-const PART_PAGES: usize = 4096;
-/// After an error a guest is left alone for so long, and after each further one for twice as long: a shim
-/// that does not answer holds up the others.
-const RETRY: Duration = Duration::from_secs(30);
-const RETRY_MAX: Duration = Duration::from_secs(3600);
-/// From so many pools on, small ones are put together.
-const POOLS_MANY: usize = 128;
-/// Passes from one survey to the next.
-const SURVEY: u64 = 6;
+/// A pass of a trust domain that takes longer goes on by itself.
+const PASS_MAX: Duration = Duration::from_secs(20);
 
 /// Bounds of merging.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -129,19 +118,23 @@ pub fn preload(
 #[derive(Debug)]
 pub struct Merger {
     policy: MergePolicy,
-    /// Where `/proc` is.
-    root: PathBuf,
-    domains: BTreeMap<String, Domain>,
-    failed: HashMap<String, Failed>,
-    zeros: NonZeroU64,
-    passes: u64,
+    domains: BTreeMap<String, Slot>,
 }
 
-#[derive(Debug, Default)]
-struct Domain {
-    pools: Pools,
-    images: Images,
-    guests: BTreeMap<String, Guest>,
+/// A trust domain, and who has it.
+#[derive(Debug)]
+enum Slot {
+    Idle(Box<Domain>),
+    /// A thread that does not end, and what the domain's last pass did.
+    Busy(Receiver<Passed>, MergeReport),
+}
+
+/// A pass has ended.
+#[derive(Debug)]
+struct Passed {
+    domain: Box<Domain>,
+    report: MergeReport,
+    said: Vec<String>,
 }
 
 /// What a pass did.
@@ -159,28 +152,10 @@ pub struct MergeReport {
     pub wait: Duration,
 }
 
-/// A guest that has failed.
-#[derive(Debug)]
-struct Failed {
-    /// When it is tried again.
-    until: Instant,
-    waits: Duration,
-}
-
-/// Guests, by name, and why they failed.
-type Errors = Vec<(String, io::Error)>;
-
 impl Merger {
     /// With nothing merged yet.
     pub fn new(policy: MergePolicy) -> Self {
-        Self {
-            policy,
-            root: PathBuf::from("/"),
-            domains: BTreeMap::new(),
-            failed: HashMap::new(),
-            zeros: hash_of(&[0; PAGE]),
-            passes: 0,
-        }
+        Self { policy, domains: BTreeMap::new() }
     }
 
     /// Its bounds.
@@ -189,33 +164,27 @@ impl Merger {
     }
 
     /// One look at the guests that live now, and what follows from it. `log` gets what fails.
-    pub fn pass(&mut self, targets: Vec<Target>, log: &(dyn Fn(&str) + Sync)) -> MergeReport {
+    pub fn pass(&mut self, targets: Vec<Target>, log: &dyn Fn(&str)) -> MergeReport {
         let began = Instant::now();
-        self.refresh(targets, log);
-        self.passes += 1;
-        let is_survey = self.passes.is_multiple_of(SURVEY);
-        let mut report = MergeReport::default();
-        let mut failed = Vec::new();
-        for domain in self.domains.values_mut() {
-            match domain.pass(&self.policy, self.zeros, &mut failed) {
-                Ok((hashed, new)) => {
-                    report.hashed_pages += hashed;
-                    report.new_pool_pages += new;
-                }
-                Err(error) => log(&format!("no pool could be made: {error}")),
-            }
-            if is_survey {
-                domain.survey(&self.policy, &mut failed);
-            }
-            report.pool_bytes += domain.pools.bytes();
-            report.guests.extend(domain.guests.iter().map(|(name, it)| (name.clone(), it.merging)));
+        let mut by_domain: BTreeMap<String, Vec<Target>> = BTreeMap::new();
+        for target in targets {
+            by_domain.entry(target.domain.clone()).or_default().push(target);
         }
-        for (name, error) in failed {
-            let guest = self.domains.values_mut().find_map(|domain| domain.guests.remove(&name));
-            // One that has ended is no failure.
-            let proc = self.root.join("proc");
-            if guest.is_some_and(|guest| proc.join(guest.pid.to_string()).exists()) {
-                self.fail(name, &error, log);
+        for name in by_domain.keys() {
+            let new = || Slot::Idle(Box::new(Domain::new(self.policy)));
+            self.domains.entry(name.clone()).or_insert_with(new);
+        }
+        let mut report = MergeReport::default();
+        for (name, slot) in std::mem::take(&mut self.domains) {
+            let targets = by_domain.remove(&name).unwrap_or_default();
+            let is_over = targets.is_empty();
+            let (slot, of_domain) = slot.pass(&name, targets, self.policy, log);
+            report.hashed_pages += of_domain.hashed_pages;
+            report.new_pool_pages += of_domain.new_pool_pages;
+            report.pool_bytes += of_domain.pool_bytes;
+            report.guests.extend(of_domain.guests);
+            if !(is_over && matches!(slot, Slot::Idle(_))) {
+                self.domains.insert(name, slot);
             }
         }
         // As if all threads had been busy all the time, and the shims with them.
@@ -224,171 +193,51 @@ impl Merger {
         report.wait = rest.max(self.policy.period.saturating_sub(began.elapsed()));
         report
     }
-
-    fn fail(&mut self, name: String, error: &io::Error, log: &(dyn Fn(&str) + Sync)) {
-        log(&format!("virtual machine {name} is not merged: {error}"));
-        let waits = self.failed.get(&name).map_or(RETRY, |it| (it.waits * 2).min(RETRY_MAX));
-        self.failed.insert(name, Failed { until: Instant::now() + waits, waits });
-    }
-
-    /// Begins with new guests, and forgets those that have ended.
-    fn refresh(&mut self, targets: Vec<Target>, log: &(dyn Fn(&str) + Sync)) {
-        let proc = self.root.join("proc");
-        let pids: HashMap<&str, u32> = targets.iter().map(|it| (&*it.name, it.pid)).collect();
-        let lives = |pid: u32| proc.join(pid.to_string()).exists();
-        for domain in self.domains.values_mut() {
-            domain.guests.retain(|name, guest| pids.get(&**name) == Some(&guest.pid));
-            domain.pools.retain_living(lives);
-            domain.images.retain_living(lives);
-        }
-        self.domains.retain(|_, domain| !domain.guests.is_empty());
-        let now = Instant::now();
-        // One that was well for as long as it had waited begins anew.
-        self.failed.retain(|name, it| pids.contains_key(&**name) && now < it.until + it.waits);
-        for target in targets {
-            let knows = |domain: &Domain| domain.guests.contains_key(&target.name);
-            let waits = self.failed.get(&target.name).is_some_and(|it| now < it.until);
-            if waits || self.domains.values().any(knows) {
-                continue;
-            }
-            let domain = self.domains.entry(target.domain.clone()).or_default();
-            match Guest::begin(&proc, &target, &mut domain.pools, &mut domain.images) {
-                Ok(guest) => _ = domain.guests.insert(target.name, guest),
-                Err(error) => self.fail(target.name, &error, log),
-            }
-        }
-    }
 }
 
-impl Domain {
-    /// One pass: pages hashed, and pages of new pools.
+impl Slot {
+    /// One pass of a trust domain, and what it did. It has a thread of its own: whoever has broken into a VMM
+    /// can keep a thread that reads its memory waiting for ever, and must not keep other domains waiting.
     fn pass(
-        &mut self,
-        policy: &MergePolicy,
-        zeros: NonZeroU64,
-        failed: &mut Errors,
-    ) -> io::Result<(u64, u64)> {
-        let hashed = self.look_and_hash(policy, failed);
-        // Nothing new is known of any guest.
-        if hashed == 0 {
-            return Ok((0, 0));
-        }
-        self.images.look(zeros)?;
-        let guests = self.guests.values();
-        let inputs =
-            guests.map(|guest| Input { hashes: guest.pages.hashes(), runs_max: guest.runs_left() });
-        let inputs: Vec<_> = inputs.collect();
-        let bounds = Bounds {
-            run_min: policy.run_min,
-            blocks: policy.blocks,
-            zeros,
-            pool_pages: POOL_PAGES,
+        self,
+        name: &str,
+        targets: Vec<Target>,
+        policy: MergePolicy,
+        log: &dyn Fn(&str),
+    ) -> (Self, MergeReport) {
+        let mut domain = match self {
+            Self::Idle(domain) => domain,
+            Self::Busy(thread, last) => match thread.try_recv() {
+                Ok(passed) => {
+                    passed.said.iter().for_each(|line| log(line));
+                    passed.domain
+                }
+                Err(TryRecvError::Empty) => return (Self::Busy(thread, last.clone()), last),
+                // It has panicked. The pools are in the shims.
+                Err(TryRecvError::Disconnected) => Box::new(Domain::new(policy)),
+            },
         };
-        let (pools, images) = (&self.pools.slots, &self.images.slots);
-        let known = |content: &_| pools.get(content).or_else(|| images.get(content)).copied();
-        let plan = plan(&inputs, &known, self.pools.next(), &bounds);
-        self.fill_pools(policy, &plan.new)?;
-        let mut work = Vec::new();
-        for ((name, guest), runs) in self.guests.iter_mut().zip(plan.runs) {
-            match guest.give(&runs, &mut self.pools, &self.images) {
-                Ok(()) => work.push((name, guest, runs)),
-                Err(error) => failed.push((name.clone(), error)),
-            }
-        }
-        on_threads(policy.threads, work, failed, |(name, guest, runs)| {
-            guest.merge(&runs).map_err(|error| (name.clone(), error))
-        });
-        Ok((hashed, plan.new.len() as u64))
-    }
-
-    /// Copies new contents of pools from the guests that have them.
-    fn fill_pools(&mut self, policy: &MergePolicy, new: &[(usize, usize)]) -> io::Result<()> {
-        let guests: Vec<&Guest> = self.guests.values().collect();
-        let read = |first: usize, content: &mut [u8]| {
-            let mut number = 0;
-            let new = &new[first..first + content.len() / PAGE];
-            // Pages one behind the other are read at once.
-            let is_next =
-                |(guest, page): &_, (other, next): &_| guest == other && page + 1 == *next;
-            for run in new.chunk_by(is_next) {
-                let content = &mut content[number * PAGE..(number + run.len()) * PAGE];
-                let (guest, page) = run[0];
-                // A guest that has ended, or has discarded it: zeros are as good a content as any.
-                if guests[guest].pages.read(page, content).is_err() {
-                    content.fill(0);
-                }
-                number += run.len();
-            }
+        let last = domain.report();
+        let (done, thread) = mpsc::channel();
+        let work = move || {
+            let (report, said) = domain.pass(targets);
+            let _ = done.send(Passed { domain, report, said });
         };
-        self.pools.add(new.len(), policy.threads, read)
-    }
-
-    fn look_and_hash(&mut self, policy: &MergePolicy, failed: &mut Errors) -> u64 {
-        let mut parts = Vec::new();
-        let mut hashed = 0;
-        for (name, guest) in &mut self.guests {
-            match guest.pages.look() {
-                Ok(()) => {
-                    hashed += guest.pages.due() as u64;
-                    parts.extend(guest.pages.parts(PART_PAGES).into_iter().map(|it| (name, it)));
-                }
-                Err(error) => failed.push((name.clone(), error)),
-            }
+        let spawned = std::thread::Builder::new().name("merger".to_owned()).spawn(work);
+        if let Err(error) = spawned {
+            log(&format!("no thread for the merging of trust domain {name}: {error}"));
         }
-        on_threads(policy.threads, parts, failed, |(name, part)| {
-            part.hash().map_err(|error| (name.clone(), error))
-        });
-        hashed
-    }
-
-    /// Gives pools up that nobody maps, and makes merged pages the guests' own again where that is better.
-    fn survey(&mut self, policy: &MergePolicy, failed: &mut Errors) {
-        let mut used = Used::new();
-        let mut surveys = Vec::new();
-        for (name, guest) in &mut self.guests {
-            match guest.survey(&self.pools, &mut used) {
-                Ok(survey) => surveys.push((name, guest, survey)),
-                // It may map any pool.
-                Err(error) => return failed.push((name.clone(), error)),
+        match thread.recv_timeout(PASS_MAX) {
+            Ok(Passed { domain, report, said }) => {
+                said.iter().for_each(|line| log(line));
+                (Self::Idle(domain), report)
             }
-        }
-        let many = self.pools.pools.len() > POOLS_MANY;
-        let is_wasted = |inode: u64| used.get(&inode).is_some_and(|it| it.is_wasted(many));
-        for (name, guest, survey) in &mut surveys {
-            if let Err(error) = guest.convert(survey, &is_wasted, policy.run_min) {
-                failed.push(((*name).clone(), error));
-            }
-        }
-        let is_used = |inode: u64| used.get(&inode).is_some_and(|it| it.count() > 0);
-        let unused = self.pools.take(|pool| !is_used(pool.inode));
-        for (name, guest) in &mut self.guests {
-            if let Err(error) = guest.forget(&unused) {
-                failed.push((name.clone(), error));
+            Err(_) => {
+                log(&format!("the merging of trust domain {name} does not go on"));
+                (Self::Busy(thread, last.clone()), last)
             }
         }
     }
-}
-
-/// Does work on so many threads.
-fn on_threads<T: Send>(
-    threads: usize,
-    work: Vec<T>,
-    failed: &mut Errors,
-    each: impl Fn(T) -> Result<(), (String, io::Error)> + Sync,
-) {
-    let threads = threads.min(work.len());
-    let (work, failed) = (Mutex::new(work), Mutex::new(failed));
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(one) = next(&work) {
-                    if let Err(error) = each(one) {
-                        lock(&failed).push(error);
-                    }
-                }
-            });
-        }
-    });
 }
 
 /// Takes work. In the head of a `while let` the lock would be held for the body as well, and all threads
