@@ -435,8 +435,8 @@ impl Memory {
     }
 }
 
-/// Whether nobody can write to a file, or shorten it. Root can take the flag from an immutable one; then
-/// the guest's image would change as well.
+/// Whether nobody can write to a file, or shorten it: it is sealed, has fs-verity, or is immutable. Root can
+/// take that flag away; then the guest's image would change as well.
 fn never_changes(file: &OwnedFd) -> bool {
     // SAFETY: takes a descriptor and integers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
@@ -448,11 +448,12 @@ fn never_changes(file: &OwnedFd) -> bool {
     // SAFETY: the request fills an integer, which is long enough for those that fill a long as well.
     let found =
         unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
-    found == 0 && flags & FS_IMMUTABLE_FL != 0
+    found == 0 && flags & (FS_IMMUTABLE_FL | FS_VERITY_FL) != 0
 }
 
 /// `linux/fs.h`.
 const FS_IMMUTABLE_FL: libc::c_long = 0x10;
+const FS_VERITY_FL: libc::c_long = 0x0010_0000;
 
 impl Pool {
     fn unmap(self) {

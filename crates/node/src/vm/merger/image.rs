@@ -11,6 +11,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 use cofolio_shim::protocol::PAGE;
 use cofolio_sys::resident::Resident;
+use rustix::fs::{AtFlags, StatxAttributes, StatxFlags, statx};
 
 use super::plan::{Hash, Slot, Slots, contents};
 use super::pool::IMAGES;
@@ -44,8 +45,18 @@ pub(super) struct Images {
 }
 
 impl Images {
-    /// Adds a file that a process has mapped as a part of its guest's image.
+    /// Adds a file that a process has mapped as a part of its guest's image, if nobody can change it: what
+    /// takes a page's place must stay as it is. Shims refuse others.
     pub(super) fn add(&mut self, file: File, pid: u32) -> io::Result<()> {
+        let found = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+        let never_changes = StatxAttributes::IMMUTABLE | StatxAttributes::VERITY;
+        match found.stx_attributes.intersects(never_changes) {
+            true => self.keep(file, pid),
+            false => Ok(()),
+        }
+    }
+
+    fn keep(&mut self, file: File, pid: u32) -> io::Result<()> {
         let stat = file.metadata()?;
         let inode = (stat.dev(), stat.ino());
         if let Some(known) = self.images.values_mut().find(|image| image.inode == inode) {
@@ -133,8 +144,10 @@ mod tests {
             file.write_all(&[page; PAGE]).unwrap();
         }
         let mut images = Images::default();
-        images.add(file.try_clone().unwrap(), 10).unwrap();
-        images.add(file, 11).unwrap();
+        images.add(file.try_clone().unwrap(), 9).unwrap();
+        assert_eq!(images.images.len(), 0, "anybody can change it");
+        images.keep(file.try_clone().unwrap(), 10).unwrap();
+        images.keep(file, 11).unwrap();
         images.look(hash_of(&[0; PAGE])).unwrap();
         assert_eq!((images.images.len(), images.slots.len()), (1, 3));
         let slot = |content: u8| images.slots.get(&hash_of(&[content; PAGE])).copied();
