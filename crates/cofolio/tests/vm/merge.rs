@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use cofolio_guest::Message;
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use serde_json::Value;
 
 use crate::common::{Killed, cofolio, skip};
@@ -92,6 +93,38 @@ fn merged(host: &Host, count: usize) -> u64 {
         let pools = report["pool_bytes"].as_u64().filter(|bytes| *bytes >= 25 << 20)?;
         (machines.len() == count && machines.iter().all(is_merged)).then_some(pools)
     })
+}
+
+/// A copy that a guest makes of a file of its image takes no memory besides: the file of the store is there.
+#[test]
+fn copies_of_the_images_files_are_merged_with_the_image() {
+    let test = "copies_of_the_images_files_are_merged_with_the_image";
+    let Some(host) = host(test) else { return };
+    let script = "mkdir /tmp/f; mount -t tmpfs f /tmp/f; cp /bin/busybox /tmp/f/a; echo copied
+        until [ -e /tmp/f/term ]; do sleep 1; done; cmp /bin/busybox /tmp/f/a && echo same";
+    let script = format!("trap 'touch /tmp/f/term' TERM; {script}");
+    host.sh(&["--detach", "--name", "one"], &script).ok();
+    say(&host, "copied");
+    let segments = host.path("store/domains/default/segments");
+    let is_immutable = |path: PathBuf| {
+        let found = statx(CWD, &path, AtFlags::empty(), StatxFlags::empty()).unwrap();
+        found.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::VERITY)
+    };
+    if !fs::read_dir(segments).unwrap().all(|entry| is_immutable(entry.unwrap().path())) {
+        return skip(test, "the store's files are neither immutable nor have fs-verity here");
+    }
+    let _daemon = daemon(&host);
+    until("its pages are the image's", || {
+        let report = report(&host);
+        let merging = &report["machines"][0]["merging"];
+        merging["image_pages"].as_u64().filter(|pages| *pages >= 100)
+    });
+    let output = host.guests()[0]["output"].clone();
+    signal(&host, TERM);
+    until("the guest has compared it", || {
+        let said = fs::read_to_string(output.as_str().unwrap()).ok()?;
+        said.contains("same\n").then_some(())
+    });
 }
 
 /// What the host holds is what each has alone, and what they share once.
