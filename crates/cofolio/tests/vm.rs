@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
+#[path = "vm/attach.rs"]
+mod attach;
 mod common;
 #[path = "vm/console.rs"]
 mod console;
@@ -43,7 +45,10 @@ impl Drop for Host {
     fn drop(&mut self) {
         for guest in self.guests() {
             let name = guest["name"].as_str().unwrap_or_default();
-            let _ = self.run(&["vm", "stop", "--time", "0", name]);
+            let _ = match guest["origin"].as_str() {
+                Some("attached") => self.run(&["vm", "detach", name]),
+                _ => self.run(&["vm", "stop", "--time", "0", name]),
+            };
         }
     }
 }

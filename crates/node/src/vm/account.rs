@@ -19,7 +19,7 @@ use cofolio_sys::pagemap::{Query, category, scan};
 use serde::{Deserialize, Serialize};
 
 use super::merger::Merging;
-use super::ram::{Ram, anonymous, mapping};
+use super::ram::{Ram, mapping};
 use super::recycler::Recycling;
 use super::{State, VmStatus};
 use crate::kernel_text;
@@ -29,13 +29,13 @@ use crate::kernel_text;
 pub struct VmAccount {
     /// Its name.
     pub name: String,
-    /// Name of its image, for people.
+    /// Name of its image, for people; empty if somebody else started it.
     pub image_name: String,
     /// Trust domain.
     pub domain: String,
     /// Process of the VMM.
     pub pid: u32,
-    /// Whether a process waits for its end.
+    /// Whether a process of Cofolio waits for its end.
     pub attended: bool,
     /// Memory that the guest has.
     pub memory_bytes: u64,
@@ -135,15 +135,15 @@ impl Accounts {
         let free = besides.recycling.as_ref().map(|it| it.free_bytes);
         let caches = besides.recycling.as_ref().map_or(0, |it| it.cache_bytes);
         // What the guest does not have free, it uses; of that it may never have touched some.
-        let needed = free.map_or(u64::MAX, |free| record.memory_bytes.saturating_sub(free));
+        let needed = free.map_or(u64::MAX, |free| record.usable_bytes().saturating_sub(free));
         let unreturned = resident.bytes.saturating_sub(needed).min(private);
         let cache = caches.min(private - unreturned);
         Ok(VmAccount {
             name: record.name.clone(),
-            image_name: record.image_name.clone(),
+            image_name: record.image_name().to_owned(),
             domain: record.domain.clone(),
             pid,
-            attended: status.state == State::Running,
+            attended: status.state == State::Running && record.attached().is_none(),
             memory_bytes: record.memory_bytes,
             used_bytes: private - unreturned - cache,
             cache_bytes: cache,
@@ -151,7 +151,7 @@ impl Accounts {
             merged_bytes: known.ram.merged()?,
             zero_bytes: known.ram.zeros()?,
             image_bytes: known.image_bytes()?,
-            emulator_bytes: anonymous(&self.proc, pid)?.saturating_sub(private),
+            emulator_bytes: known.ram.emulator(private)?,
             recycling: besides.recycling.unwrap_or_default(),
             merging: besides.merging,
         })

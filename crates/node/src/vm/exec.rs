@@ -65,9 +65,12 @@ impl Machines<'_> {
     /// Starts a process in a virtual machine. Returns when it runs.
     ///
     /// # Errors
-    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotRunning`], [`VmError::Exec`].
+    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotOurs`], [`VmError::NotRunning`],
+    /// [`VmError::Exec`].
     pub fn exec(&self, name: &str, exec: Exec) -> Result<Session> {
-        if self.get(name)?.state == State::Ended {
+        let status = self.get(name)?;
+        status.record.started()?;
+        if status.state == State::Ended {
             return Err(VmError::NotRunning(name.to_owned()));
         }
         let failed = |source| VmError::Exec { name: name.to_owned(), source };

@@ -20,7 +20,10 @@ use super::error::{Result, VmError};
 use super::initramfs::{beside, guest_program, initramfs};
 use super::qemu::{self, Accel, Qemu};
 use super::socket;
-use super::{DiskRequest, Kernel, Machines, VmRecord, console, disk, image, merger, remove_files};
+use super::{
+    DiskRequest, Kernel, Machines, Origin, Started, VmRecord, Vmm, console, disk, image, merger,
+    remove_files,
+};
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
 use crate::mount::At as _;
@@ -166,22 +169,26 @@ impl Machines<'_> {
         let attached = image::attach(self.domain, &request.image, task)?;
         let modules: &[&str] = if disk.is_some() { &disk::MODULES } else { &[] };
         let initramfs = initramfs(&self.dir(), &request.kernel, guest, modules)?;
-        let record = VmRecord {
-            name: name.to_owned(),
+        let started = Started {
             image: request.image,
             image_name: request.image_name.clone(),
-            domain: self.domain.name().to_owned(),
             pack: attached.report.pack,
             segments: attached.report.segments.clone(),
             command: program.command.clone(),
             stop_signal: request.config.stop_signal().to_owned(),
-            vmm: vmm.to_owned(),
+            program: vmm.to_owned(),
             accel: request.accel,
-            memory_bytes: request.memory_bytes,
-            cpus: request.cpus,
             kernel: request.kernel.version.clone(),
             disk: disk.as_ref().map(|disk| disk.path.clone()),
+        };
+        let record = VmRecord {
+            name: name.to_owned(),
+            domain: self.domain.name().to_owned(),
+            vmm: Vmm::Qemu,
+            memory_bytes: request.memory_bytes,
+            cpus: request.cpus,
             created: cofolio_store::now(),
+            origin: Origin::Started(Box::new(started)),
         };
         let path = dir.join("vm.json");
         let text = serde_json::to_vec(&record).map_err(io::Error::other).at("writing", &path)?;

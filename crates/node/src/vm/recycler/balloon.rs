@@ -1,15 +1,24 @@
 //! The balloon of a guest: what it says of the guest, and the two sizes of a pulse.
+//!
+//! | VMM | the guest's statistics | sizes |
+//! |---|---|---|
+//! | QEMU | every second | bytes |
+//! | Firecracker | if it was started with them | MiB |
+//! | Cloud Hypervisor | none | bytes |
 
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::vm::http::Api;
 use crate::vm::qmp::Qmp;
+use crate::vm::{VmRecord, Vmm, socket};
 
 /// What a guest says of its memory. It may lie: then it harms itself alone.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct GuestMemory {
+pub(in crate::vm) struct GuestMemory {
     /// Free bytes.
     pub(super) free: u64,
     /// Bytes of files in its caches.
@@ -18,8 +27,35 @@ pub(super) struct GuestMemory {
     pub(super) stalls: u64,
 }
 
+/// What a VMM says of its machine.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(in crate::vm) struct Description {
+    /// Its name, if it has one.
+    pub(in crate::vm) name: Option<String>,
+    /// Memory in bytes, whatever its balloon has of it.
+    pub(in crate::vm) memory_bytes: u64,
+    /// Number of processors.
+    pub(in crate::vm) cpus: u32,
+    /// The process, or one of its threads: by the kernel's word who listens, by its own who it is.
+    pub(in crate::vm) tasks: Vec<u32>,
+    /// From one question for statistics to the next; 0 if there are none.
+    pub(in crate::vm) statistics_seconds: u64,
+}
+
 /// The balloon of one guest, whatever its VMM.
-pub(super) trait Balloon: Send {
+pub(in crate::vm) trait Balloon: Send + std::fmt::Debug {
+    /// What the VMM says of the machine.
+    ///
+    /// # Errors
+    /// Those of the VMM's control protocol.
+    fn describe(&mut self) -> io::Result<Description>;
+
+    /// Has the VMM ask the guest for statistics so often.
+    ///
+    /// # Errors
+    /// Those of the VMM's control protocol.
+    fn ask_every(&mut self, seconds: u64) -> io::Result<()>;
+
     /// What the guest said last; none if it has said nothing yet.
     ///
     /// # Errors
@@ -45,32 +81,68 @@ pub(super) trait Balloon: Send {
     fn refusal(&mut self) -> io::Result<Option<String>>;
 }
 
-/// From one question of QEMU's to the guest to the next, in seconds: the least that there is.
-const STATISTICS_SECONDS: u32 = 1;
-/// A virtual machine has at most one.
-const BALLOON_TYPE: &str = "virtio-balloon-pci";
+/// From one question of the VMM's to the guest to the next, in seconds: the least that there is.
+pub(in crate::vm) const STATISTICS_SECONDS: u64 = 1;
+/// Without it a guest that needs memory during a pulse kills programs.
+const NO_DEFLATE: &str = "its balloon does not deflate on OOM (deflate-on-oom), so a guest that \
+    needs memory during a pulse could kill programs";
+
+/// The balloon of a machine that has this directory, asked for statistics as often as can be.
+///
+/// # Errors
+/// Those of [`connect`].
+pub(super) fn open(record: &VmRecord, dir: &Path) -> io::Result<Box<dyn Balloon>> {
+    let mut balloon = match (record.attached(), record.vmm) {
+        (Some(attached), vmm) => connect(vmm, &attached.socket)?,
+        (None, Vmm::Qemu) => connect(Vmm::Qemu, &dir.join("recycle"))?,
+        (None, vmm) => connect(vmm, &dir.join(vmm.socket()))?,
+    };
+    balloon.ask_every(STATISTICS_SECONDS)?;
+    Ok(balloon)
+}
+
+/// The balloon behind a control socket.
+///
+/// # Errors
+/// Those of the socket; `Unsupported` if the machine has no balloon.
+pub(in crate::vm) fn connect(vmm: Vmm, path: &Path) -> io::Result<Box<dyn Balloon>> {
+    Ok(match vmm {
+        Vmm::Qemu => Box::new(QemuBalloon::new(socket::connect_path(path)?)?),
+        Vmm::CloudHypervisor => Box::new(CloudHypervisorBalloon::new(Api::at(path))?),
+        Vmm::Firecracker => Box::new(FirecrackerBalloon::new(Api::at(path))?),
+    })
+}
+
+fn no_balloon() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "it has no balloon")
+}
+
+fn number(answer: &Value, name: &str) -> io::Result<u64> {
+    answer[name].as_u64().ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, format!("its answer has no {name}"))
+    })
+}
+
+/// Its balloon is one of several kinds.
+const BALLOON_TYPE: &str = "child<virtio-balloon";
 
 /// That of a QEMU.
 #[derive(Debug)]
-pub(super) struct QemuBalloon {
+struct QemuBalloon {
     qmp: Qmp,
     /// Where QEMU has the device.
     path: String,
 }
 
 impl QemuBalloon {
-    /// Connects, and has QEMU ask the guest once a second.
-    ///
-    /// # Errors
-    /// Those of the socket; `Unsupported` if the machine has no balloon.
-    pub(super) fn new(socket: UnixStream) -> io::Result<Self> {
+    fn new(socket: UnixStream) -> io::Result<Self> {
         let mut qmp = Qmp::new(socket)?;
-        let path = find(&mut qmp)?
-            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it has no balloon"))?;
-        let property = "guest-stats-polling-interval";
-        let set = json!({"path": path, "property": property, "value": STATISTICS_SECONDS});
-        qmp.call("qom-set", set)?;
+        let path = find(&mut qmp)?.ok_or_else(no_balloon)?;
         Ok(Self { qmp, path })
+    }
+
+    fn property(&mut self, name: &str) -> io::Result<Value> {
+        self.qmp.call("qom-get", json!({"path": self.path, "property": name}))
     }
 }
 
@@ -79,7 +151,7 @@ fn find(qmp: &mut Qmp) -> io::Result<Option<String>> {
     for parent in ["/machine/peripheral", "/machine/peripheral-anon"] {
         let devices = qmp.call("qom-list", json!({"path": parent}))?;
         let is_balloon = |device: &&Value| {
-            device["type"].as_str().is_some_and(|kind| kind == format!("child<{BALLOON_TYPE}>"))
+            device["type"].as_str().is_some_and(|kind| kind.starts_with(BALLOON_TYPE))
         };
         let found = devices.as_array().into_iter().flatten().find(is_balloon);
         if let Some(name) = found.and_then(|device| device["name"].as_str()) {
@@ -90,9 +162,33 @@ fn find(qmp: &mut Qmp) -> io::Result<Option<String>> {
 }
 
 impl Balloon for QemuBalloon {
+    fn describe(&mut self) -> io::Result<Description> {
+        let name = self.qmp.call("query-name", json!({}))?;
+        let memory = self.qmp.call("query-memory-size-summary", json!({}))?;
+        let plugged = memory["plugged-memory"].as_u64().unwrap_or(0);
+        let cpus = self.qmp.call("query-cpus-fast", json!({}))?;
+        let cpus = cpus.as_array().cloned().unwrap_or_default();
+        let thread = cpus.first().and_then(|cpu| cpu["thread-id"].as_u64());
+        let thread = thread.and_then(|thread| u32::try_from(thread).ok());
+        let statistics = self.property("guest-stats-polling-interval")?;
+        Ok(Description {
+            name: name["name"].as_str().map(str::to_owned),
+            memory_bytes: number(&memory, "base-memory")? + plugged,
+            cpus: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
+            // Who starts a QEMU may have made the socket for it.
+            tasks: self.qmp.peer().into_iter().chain(thread).collect(),
+            statistics_seconds: statistics.as_u64().unwrap_or(0),
+        })
+    }
+
+    fn ask_every(&mut self, seconds: u64) -> io::Result<()> {
+        let property = "guest-stats-polling-interval";
+        let set = json!({"path": self.path, "property": property, "value": seconds});
+        self.qmp.call("qom-set", set).map(drop)
+    }
+
     fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
-        let get = json!({"path": self.path, "property": "guest-stats"});
-        let said = self.qmp.call("qom-get", get)?;
+        let said = self.property("guest-stats")?;
         // What a guest does not say is -1, as an unsigned number.
         let figure = |name: &str| said["stats"][name].as_u64().filter(|it| *it < u64::MAX);
         if said["last-update"].as_i64().is_none_or(|at| at == 0) {
@@ -115,11 +211,157 @@ impl Balloon for QemuBalloon {
     }
 
     fn refusal(&mut self) -> io::Result<Option<String>> {
+        if self.property("deflate-on-oom")? != true {
+            return Ok(Some(NO_DEFLATE.to_owned()));
+        }
         // QEMU from 7.2 on. An older one is asked in vain, and what it would say stays unknown.
         let path = format!("{}/virtio-backend", self.path);
         let status = self.qmp.call("x-query-virtio-status", json!({ "path": path }));
         let features = status.map(|status| status["guest-features"]["dev-features"].to_string());
         let poisons = features.is_ok_and(|features| features.contains("F_PAGE_POISON"));
         Ok(poisons.then(|| "the guest writes a pattern to free pages (page poisoning)".to_owned()))
+    }
+}
+
+/// That of a Firecracker (`docs/ballooning.md` of 1.14 and newer).
+#[derive(Debug)]
+struct FirecrackerBalloon {
+    api: Api,
+    memory_bytes: u64,
+    cpus: u32,
+    has_statistics: bool,
+}
+
+const STATISTICS: &str = "/balloon/statistics";
+
+impl FirecrackerBalloon {
+    fn new(api: Api) -> io::Result<Self> {
+        let machine = api.get("/machine-config")?;
+        let balloon = api.get("/balloon")?;
+        Ok(Self {
+            memory_bytes: number(&machine, "mem_size_mib")? << 20,
+            cpus: u32::try_from(number(&machine, "vcpu_count")?).unwrap_or(u32::MAX),
+            has_statistics: balloon["stats_polling_interval_s"].as_u64().is_some_and(|it| it > 0),
+            api,
+        })
+    }
+}
+
+impl Balloon for FirecrackerBalloon {
+    fn describe(&mut self) -> io::Result<Description> {
+        let instance = self.api.get("/")?;
+        let balloon = self.api.get("/balloon")?;
+        Ok(Description {
+            name: instance["id"].as_str().map(str::to_owned),
+            memory_bytes: self.memory_bytes,
+            cpus: self.cpus,
+            tasks: self.api.peer().into_iter().collect(),
+            statistics_seconds: balloon["stats_polling_interval_s"].as_u64().unwrap_or(0),
+        })
+    }
+
+    fn ask_every(&mut self, seconds: u64) -> io::Result<()> {
+        // They can be had only from the start.
+        if !self.has_statistics {
+            return Ok(());
+        }
+        self.api.send("PATCH", STATISTICS, &json!({"stats_polling_interval_s": seconds}))
+    }
+
+    fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
+        if !self.has_statistics {
+            return Ok(None);
+        }
+        let said = self.api.get(STATISTICS)?;
+        Ok(said["free_memory"].as_u64().map(|free| GuestMemory {
+            free,
+            caches: said["disk_caches"].as_u64().unwrap_or(0),
+            stalls: said["swap_in"].as_u64().unwrap_or(0),
+        }))
+    }
+
+    fn actual(&mut self) -> io::Result<u64> {
+        let held = if self.has_statistics {
+            number(&self.api.get(STATISTICS)?, "actual_pages")? << 12
+        } else {
+            number(&self.api.get("/balloon")?, "amount_mib")? << 20
+        };
+        Ok(self.memory_bytes.saturating_sub(held))
+    }
+
+    fn set(&mut self, bytes: u64) -> io::Result<()> {
+        let held = self.memory_bytes.saturating_sub(bytes);
+        self.api.send("PATCH", "/balloon", &json!({"amount_mib": held >> 20}))
+    }
+
+    fn refusal(&mut self) -> io::Result<Option<String>> {
+        if !self.has_statistics {
+            let why = "its balloon was started without statistics (stats_polling_interval_s), by \
+                which free memory is known";
+            return Ok(Some(why.to_owned()));
+        }
+        let deflates = self.api.get("/balloon")?["deflate_on_oom"] == true;
+        Ok((!deflates).then(|| NO_DEFLATE.to_owned()))
+    }
+}
+
+/// That of a Cloud Hypervisor (`vmm/src/api/openapi/cloud-hypervisor.yaml` of 54).
+#[derive(Debug)]
+struct CloudHypervisorBalloon {
+    api: Api,
+    memory_bytes: u64,
+}
+
+const INFO: &str = "/api/v1/vm.info";
+
+impl CloudHypervisorBalloon {
+    fn new(api: Api) -> io::Result<Self> {
+        let info = api.get(INFO)?;
+        if info["config"]["balloon"].is_null() {
+            return Err(no_balloon());
+        }
+        let memory_bytes = number(&info["config"]["memory"], "size")?;
+        Ok(Self { api, memory_bytes })
+    }
+}
+
+impl Balloon for CloudHypervisorBalloon {
+    fn describe(&mut self) -> io::Result<Description> {
+        let ping = self.api.get("/api/v1/vmm.ping")?;
+        let info = self.api.get(INFO)?;
+        let pid = ping["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok());
+        Ok(Description {
+            name: None,
+            memory_bytes: self.memory_bytes,
+            cpus: u32::try_from(number(&info["config"]["cpus"], "boot_vcpus")?).unwrap_or(u32::MAX),
+            tasks: self.api.peer().into_iter().chain(pid).collect(),
+            statistics_seconds: 0,
+        })
+    }
+
+    fn ask_every(&mut self, _seconds: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
+        Ok(None)
+    }
+
+    fn actual(&mut self) -> io::Result<u64> {
+        number(&self.api.get(INFO)?, "memory_actual_size")
+    }
+
+    fn set(&mut self, bytes: u64) -> io::Result<()> {
+        let held = self.memory_bytes.saturating_sub(bytes);
+        self.api.send("PUT", "/api/v1/vm.resize", &json!({"desired_balloon": held}))
+    }
+
+    fn refusal(&mut self) -> io::Result<Option<String>> {
+        let reports = self.api.get(INFO)?["config"]["balloon"]["free_page_reporting"] == true;
+        let less = "Cloud Hypervisor says nothing of its guest's free memory";
+        Ok(Some(match reports {
+            true => format!("{less}; what the guest reports by itself is returned"),
+            false => format!("{less}, and its balloon has no free_page_reporting"),
+        }))
     }
 }

@@ -15,7 +15,7 @@
 //!
 //! One thread serves all guests, and waits for none but for answers of their VMMs.
 
-mod balloon;
+pub(super) mod balloon;
 mod controller;
 
 use std::collections::HashMap;
@@ -26,11 +26,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use self::balloon::{Balloon, QemuBalloon};
+use self::balloon::Balloon;
 use self::controller::{Controller, Pressure, Sample};
 pub use self::controller::{LATENCY_MS, Latencies, Policy};
-use super::ram::{Ram, anonymous};
-use super::socket;
+use super::VmRecord;
+use super::ram::Ram;
 use crate::run_dir::RunDir;
 
 /// From one look at a balloon that changes to the next.
@@ -96,10 +96,11 @@ pub struct RecyclerReport {
 #[derive(Debug)]
 struct Guest {
     pid: u32,
+    /// Bytes that it has outside of its balloon between pulses.
     memory: u64,
     balloon: Box<dyn Balloon>,
     ram: Ram,
-    /// Anonymous memory of the VMM that is not the guest's.
+    /// Memory of the VMM that is of the same kind as the guest's, and is not the guest's.
     emulator: u64,
     controller: Controller,
     phase: Phase,
@@ -107,12 +108,6 @@ struct Guest {
     recycling: Recycling,
     /// What the host held when the pulse began.
     before: u64,
-}
-
-impl std::fmt::Debug for dyn Balloon {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Balloon")
-    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -163,7 +158,7 @@ impl Recycler {
         let proc = self.root.join("proc");
         let mut gone = Vec::new();
         for (name, guest) in self.guests.iter_mut().filter(|(_, guest)| guest.due <= now) {
-            if let Err(error) = guest.step(&proc, self.began, pressure) {
+            if let Err(error) = guest.step(self.began, pressure) {
                 gone.push(name.clone());
                 // One that has ended is missed at the next refresh.
                 if proc.join(guest.pid.to_string()).exists() {
@@ -183,11 +178,7 @@ impl Recycler {
 
     /// Lets all balloons go, at the end.
     pub fn end(&mut self) {
-        for guest in self.guests.values_mut() {
-            if !matches!(guest.phase, Phase::Idle) {
-                let _ = guest.balloon.set(guest.memory);
-            }
-        }
+        self.guests.values_mut().for_each(Guest::let_go);
     }
 
     /// What it does and has done.
@@ -205,7 +196,9 @@ impl Recycler {
     }
 
     fn forget(&mut self, name: &str) {
-        if let Some(guest) = self.guests.remove(name) {
+        if let Some(mut guest) = self.guests.remove(name) {
+            // One that was detached goes on.
+            guest.let_go();
             self.latencies.join(guest.controller.latencies());
             self.returned += guest.recycling.returned_bytes;
         }
@@ -233,10 +226,9 @@ impl Recycler {
             }
             let dir = self.run.path().join("vms").join(&name);
             let begin = || -> io::Result<Guest> {
-                let balloon = QemuBalloon::new(socket::connect(&dir, "recycle")?)?;
+                let balloon = balloon::open(&status.record, &dir)?;
                 let proc = self.root.join("proc");
-                let memory = status.record.memory_bytes;
-                Guest::new(pid, memory, Box::new(balloon), &proc, self.policy, now)
+                Guest::new(pid, &status.record, balloon, &proc, self.policy, now)
             };
             match begin() {
                 Ok(guest) => _ = self.guests.insert(name, guest),
@@ -252,17 +244,17 @@ impl Recycler {
 impl Guest {
     fn new(
         pid: u32,
-        memory: u64,
+        record: &VmRecord,
         mut balloon: Box<dyn Balloon>,
         proc: &Path,
         policy: Policy,
         now: Duration,
     ) -> io::Result<Self> {
-        let ram = Ram::find(proc, pid, memory)?;
+        let (ram, memory) = (Ram::find(proc, pid, record.memory_bytes)?, record.usable_bytes());
         let resident = ram.resident()?;
         let private = resident.private();
-        let emulator = anonymous(proc, pid)?.saturating_sub(private);
-        let refusal = match refusal(proc, pid)? {
+        let emulator = ram.counted()?.saturating_sub(private);
+        let refusal = match refusal(proc, pid)?.or_else(|| ram.refusal()) {
             None => balloon.refusal()?,
             refusal => refusal,
         };
@@ -288,18 +280,25 @@ impl Guest {
         })
     }
 
+    /// Lets its balloon go, in the middle of a pulse.
+    fn let_go(&mut self) {
+        if !matches!(self.phase, Phase::Idle) {
+            let _ = self.balloon.set(self.memory);
+        }
+    }
+
     /// What the host holds of it in private pages.
-    fn private(&mut self, proc: &Path) -> io::Result<u64> {
+    fn private(&mut self) -> io::Result<u64> {
         let resident = self.ram.resident()?;
         let private = resident.private();
-        self.emulator = anonymous(proc, self.pid)?.saturating_sub(private);
+        self.emulator = self.ram.counted()?.saturating_sub(private);
         Ok(private)
     }
 
-    fn step(&mut self, proc: &Path, began: Instant, pressure: Pressure) -> io::Result<()> {
+    fn step(&mut self, began: Instant, pressure: Pressure) -> io::Result<()> {
         let now = began.elapsed();
         match self.phase {
-            Phase::Idle => self.sample(proc, now, pressure),
+            Phase::Idle => self.sample(now, pressure),
             Phase::Inflating { target, began, lowest, lowered } => {
                 self.due = now + STEP;
                 let actual = self.balloon.actual()?;
@@ -322,7 +321,7 @@ impl Guest {
             Phase::Deflating { began } => {
                 self.due = now + STEP;
                 if self.balloon.actual()? >= self.memory {
-                    let private = self.private(proc)?;
+                    let private = self.private()?;
                     self.recycling.returned_bytes += self.before.saturating_sub(private);
                     self.controller.pulsed(now, private);
                     self.phase = Phase::Idle;
@@ -336,15 +335,15 @@ impl Guest {
         }
     }
 
-    fn sample(&mut self, proc: &Path, now: Duration, pressure: Pressure) -> io::Result<()> {
+    fn sample(&mut self, now: Duration, pressure: Pressure) -> io::Result<()> {
         self.due = now + self.controller.period();
         let Some(guest) = self.balloon.guest()? else { return Ok(()) };
-        let estimated = anonymous(proc, self.pid)?.saturating_sub(self.emulator);
+        let estimated = self.ram.counted()?.saturating_sub(self.emulator);
         let sample =
             |resident| Sample { at: now, free: guest.free, resident, stalls: guest.stalls };
         // Counted only where it may matter: the emulator's own memory changes as well.
         let unreturned = self.controller.unreturned(&sample(estimated));
-        let resident = if unreturned > 0 { self.private(proc)? } else { estimated };
+        let resident = if unreturned > 0 { self.private()? } else { estimated };
         let bytes = self.controller.sample(sample(resident), pressure);
         self.recycling.free_bytes = guest.free;
         self.recycling.cache_bytes = guest.caches;
@@ -352,8 +351,8 @@ impl Guest {
         let Some(bytes) = bytes.filter(|_| self.recycling.refusal.is_none()) else {
             return Ok(());
         };
-        // Whole pages.
-        let target = self.memory.saturating_sub(bytes) & !4095;
+        // Whole MiB, since Firecracker has no other sizes.
+        let target = self.memory.saturating_sub(bytes).next_multiple_of(1 << 20).min(self.memory);
         self.before = resident;
         self.balloon.set(target)?;
         self.recycling.pulses += 1;
