@@ -11,6 +11,8 @@ mod console;
 mod disk;
 #[path = "vm/exec.rs"]
 mod exec;
+#[path = "vm/others.rs"]
+mod others;
 
 use std::fs;
 use std::ops::Deref;
@@ -84,7 +86,10 @@ impl Host {
         assert_eq!(list(self.path("store/domains/default/roots/vm")), Vec::<PathBuf>::new());
         for run in list(self.path("run")) {
             let mut left = list(run.join("vms"));
-            left.retain(|path| path.extension() != Some("initramfs".as_ref()));
+            left.retain(|path| {
+                let of_kernel = ["initramfs", "vmlinux"].map(|it| Some(it.as_ref()));
+                !of_kernel.contains(&path.extension())
+            });
             assert_eq!(left, Vec::<PathBuf>::new());
         }
     }

@@ -8,7 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cofolio_guest::kernel::{During, Result, kernel_filesystems, load_modules, say};
-use cofolio_guest::{CHANNEL_PORT, Message, MessageError, Start, Upper};
+use cofolio_guest::{
+    CHANNEL_PORT, Message, MessageError, RESTART_WORD, Start, Upper, VSOCK_PORT, VSOCK_WORD,
+};
+use cofolio_sys::vsock::connect_host;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
 use rustix::process::{Pid, Signal, chroot, kill_process};
 use rustix::system::{RebootCommand, reboot, sethostname};
@@ -17,14 +21,16 @@ use crate::{children, devices, exec, workload};
 
 /// How long drivers may take to find a device. An emulated processor is slow.
 const DEVICE_SECONDS_MAX: u64 = 60;
+/// How long the host may take to read the last message.
+const LAST_SECONDS_MAX: i64 = 10;
 /// Where the image is mounted, and then its overlay.
 const IMAGE: &str = "/image";
 const ROOT: &str = "/root";
 
 /// Runs the guest, and switches it off.
 pub(crate) fn run() -> ! {
-    let mut channel = None;
-    let last = match start(&mut channel) {
+    let mut host = Host::default();
+    let last = match start(&mut host) {
         Ok(status) => Message::Ended(status),
         Err(error) => {
             // The console may be all that there is.
@@ -32,11 +38,11 @@ pub(crate) fn run() -> ! {
             Message::Failed(error)
         }
     };
-    if let Some(channel) = &mut channel {
-        let _ = last.write(channel);
-    }
+    host.say_last(&last);
     rustix::fs::sync();
-    let error = reboot(RebootCommand::PowerOff);
+    let how =
+        if host.wants(RESTART_WORD) { RebootCommand::Restart } else { RebootCommand::PowerOff };
+    let error = reboot(how);
     // The first process must not end: the kernel would panic.
     loop {
         let _ = writeln!(io::stderr(), "cofolio-guest: cannot switch off: {error:?}");
@@ -44,12 +50,41 @@ pub(crate) fn run() -> ! {
     }
 }
 
+/// The host, as far as it is known.
+#[derive(Default)]
+struct Host {
+    /// Words for the kernel.
+    words: String,
+    channel: Option<File>,
+}
+
+impl Host {
+    fn wants(&self, word: &str) -> bool {
+        self.words.split_whitespace().any(|it| it == word)
+    }
+
+    fn say_last(&mut self, last: &Message) {
+        let is_vsock = self.wants(VSOCK_WORD);
+        let Some(channel) = &mut self.channel else { return };
+        let _ = last.write(channel);
+        if !is_vsock {
+            return;
+        }
+        // It is on its way only. The host closes the channel when it has it.
+        let patience = Timespec { tv_sec: LAST_SECONDS_MAX, tv_nsec: 0 };
+        let mut closed = [PollFd::new(channel, PollFlags::RDHUP)];
+        let _ = poll(&mut closed, Some(&patience));
+    }
+}
+
 /// Until the program of the image has ended; its status.
-fn start(channel: &mut Option<File>) -> Result<u8> {
+fn start(host: &mut Host) -> Result<u8> {
     kernel_filesystems(Path::new("/"))?;
+    host.words = fs::read_to_string("/proc/cmdline").during("the kernel's words")?;
     say_free_memory();
     load_modules()?;
-    let channel = channel.insert(open_channel()?);
+    let channel = if host.wants(VSOCK_WORD) { connect()? } else { open_channel()? };
+    let channel = host.channel.insert(channel);
     let start = receive(channel)?;
     sethostname(start.hostname.as_bytes()).during("host name")?;
     mount_image(&start)?;
@@ -107,6 +142,12 @@ fn open_channel() -> Result<File> {
     })?;
     let options = File::options().read(true).write(true).open(&device);
     options.during(device.display())
+}
+
+/// The channel to the host by vsock.
+fn connect() -> Result<File> {
+    let socket = wait_until("the channel to the host", || connect_host(VSOCK_PORT).ok())?;
+    Ok(socket.into())
 }
 
 /// Mounts the pack with its segments, and an overlay for changes, at [`ROOT`].

@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use super::error::{Result, VmError};
 use super::qmp::Qmp;
-use super::{Machines, State, socket};
+use super::{Machines, State, Vmm, socket};
 use crate::run_dir::running::random_number;
 
 /// How long a guest may take to start a process. An emulated processor is slow.
@@ -66,10 +66,15 @@ impl Machines<'_> {
     ///
     /// # Errors
     /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotOurs`], [`VmError::NotRunning`],
-    /// [`VmError::Exec`].
+    /// [`VmError::Unsupported`], [`VmError::Exec`].
     pub fn exec(&self, name: &str, exec: Exec) -> Result<Session> {
         let status = self.get(name)?;
         status.record.started()?;
+        if status.record.vmm != Vmm::Qemu {
+            let vmm = status.record.vmm;
+            let what = format!("`vm exec` plugs a port into the guest, which {vmm} cannot");
+            return Err(VmError::Unsupported(what));
+        }
         if status.state == State::Ended {
             return Err(VmError::NotRunning(name.to_owned()));
         }

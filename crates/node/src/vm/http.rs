@@ -104,15 +104,23 @@ fn exchange(
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     if !(200..300).contains(&code) {
-        let said: Option<Value> = serde_json::from_slice(&text).ok();
-        let said = said.as_ref().and_then(|said| said["fault_message"].as_str());
-        let text = String::from_utf8_lossy(&text);
-        return Err(invalid(format!("{method} {target}: {}", said.unwrap_or(text.trim()))));
+        let words = words_of(&text);
+        return Err(invalid(format!("{method} {target}: {words}")));
     }
     if text.is_empty() {
         return Ok(Value::Null);
     }
     serde_json::from_slice(&text).map_err(|error| invalid(format!("{method} {target}: {error}")))
+}
+
+/// What a VMM says of an error: Firecracker has an object, Cloud Hypervisor a list of causes.
+fn words_of(text: &[u8]) -> String {
+    let said: Value = serde_json::from_slice(text).unwrap_or_default();
+    match (&said["fault_message"], said.as_array()) {
+        (Value::String(words), _) => words.clone(),
+        (_, Some(causes)) => causes.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(": "),
+        _ => String::from_utf8_lossy(text).trim().to_owned(),
+    }
 }
 
 fn line(reader: &mut BufReader<&UnixStream>) -> io::Result<String> {
@@ -145,9 +153,16 @@ pub(super) mod tests {
         let listener = UnixListener::bind(socket).unwrap();
         std::thread::spawn(move || {
             for (wanted, body, status, content) in exchanges {
-                let (client, _) = listener.accept().unwrap();
+                // Some connect only to see who listens.
+                let (client, first) = loop {
+                    let (client, _) = listener.accept().unwrap();
+                    let first = line(&mut BufReader::with_capacity(1, &client));
+                    if let Ok(first) = first {
+                        break (client, first);
+                    }
+                };
+                assert_eq!(first, format!("{wanted} HTTP/1.1"));
                 let mut reader = BufReader::new(&client);
-                assert_eq!(line(&mut reader).unwrap(), format!("{wanted} HTTP/1.1"));
                 let mut length = 0;
                 loop {
                     let header = line(&mut reader).unwrap();
@@ -186,6 +201,7 @@ pub(super) mod tests {
                 ("GET /", Value::Null, "200", r#"{"state":"Running"}"#),
                 ("PUT /x", serde_json::json!({"a": 1}), "204", ""),
                 ("GET /balloon", Value::Null, "400", fault),
+                ("GET /nothing", Value::Null, "404", r#"["Not Found"]"#),
                 ("GET /text", Value::Null, "500", "out of order"),
             ],
         );
@@ -194,6 +210,7 @@ pub(super) mod tests {
         api.send("PUT", "/x", &serde_json::json!({"a": 1})).unwrap();
         let error = api.get("/balloon").unwrap_err().to_string();
         assert_eq!(error, "GET /balloon: No balloon device found.");
+        assert_eq!(api.get("/nothing").unwrap_err().to_string(), "GET /nothing: Not Found");
         assert_eq!(api.get("/text").unwrap_err().to_string(), "GET /text: out of order");
         server.join().unwrap();
         assert!(api.get("/").is_err());

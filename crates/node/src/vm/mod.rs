@@ -2,18 +2,19 @@
 //!
 //! ```text
 //! image ─▶ pack and segments (image) ─▶ virtio-pmem devices, read-only ──┐
-//! vmlinuz ─▶ modules (kernel) ┐                                          ├─▶ VMM (qemu)
+//! vmlinuz ─▶ modules (kernel) ┐                                          ├─▶ VMM (vmm)
 //! cofolio-guest ──────────────┴▶ initramfs ──────────────────────────────┘     │
 //!                                                                       channel│ console
 //! image config ─▶ Start ──────────────────────────────────────▶ first process ◀┘
 //!
-//! <run>/vms/<key>.initramfs   of one kernel, for all guests
+//! <run>/vms/<key>.initramfs   of one kernel, for all guests; likewise .vmlinux
 //! <run>/vms/<name>/           mode 0700
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
-//!   pid                       of the VMM, written by it
+//!   pid                       of QEMU, written by it
 //!   qmp, recycle, exec        sockets of its control protocol: for others, for the recycler, and for
 //!                             whoever starts a process in it (see `exec`)
+//!   api, vsock, vsock_1024    of other VMMs: of their control protocol, and of the channel to the guest
 //!   merge                     socket of the shim in the VMM's process (see `merger`)
 //!   control                   socket of the process that waits: takes messages for the guest
 //!   vmm.log                   what the VMM complains of
@@ -30,10 +31,12 @@
 
 pub mod account;
 mod attach;
+mod cloud_hypervisor;
 pub mod console;
 mod disk;
 mod error;
 pub mod exec;
+mod firecracker;
 mod http;
 mod image;
 mod initramfs;
@@ -45,6 +48,7 @@ pub mod ram;
 pub mod recycler;
 mod run;
 mod socket;
+mod vmlinux;
 mod vmm;
 
 use std::fs;
@@ -353,7 +357,7 @@ fn status(dir: &Path) -> Result<Option<VmStatus>> {
                 true if is_attended() => State::Running,
                 true => State::Unattended,
             };
-            (state, vmm_pid(dir).filter(|_| lives))
+            (state, vmm_pid(dir, record.vmm).filter(|_| lives))
         }
     };
     let socket = match record.attached() {
@@ -380,8 +384,12 @@ fn read_record(dir: &Path) -> Result<Option<VmRecord>, RunDirError> {
     read_json(&dir.join("vm.json"))
 }
 
-fn vmm_pid(dir: &Path) -> Option<u32> {
-    read_text(&dir.join("pid"))?.trim().parse().ok()
+/// Only QEMU writes it; the others listen themselves.
+fn vmm_pid(dir: &Path, vmm: Vmm) -> Option<u32> {
+    match vmm {
+        Vmm::Qemu => read_text(&dir.join("pid"))?.trim().parse().ok(),
+        _ => socket::peer(&socket::connect(dir, vmm.socket()).ok()?),
+    }
 }
 
 /// Removes a directory, its record and lock last, so that after a crash it is still known.

@@ -8,7 +8,7 @@ use cofolio_guest::Message;
 use cofolio_image::trust::Need;
 use cofolio_node::container::Streams;
 use cofolio_node::size::Size;
-use cofolio_node::vm::{Accel, DiskRequest, Finished, Kernel, Machines, Request, Running};
+use cofolio_node::vm::{Accel, DiskRequest, Finished, Kernel, Machines, Request, Running, Vmm};
 use cofolio_store::task::Cancel;
 use rustix::process::Signal;
 use serde_json::json;
@@ -29,7 +29,7 @@ pub(super) const PATIENCE: u32 = 3;
 
 /// Boot an image in a virtual machine, and run its program there
 ///
-/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU with the pack and its segments as read-only
+/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU, or another --vmm, with the pack and its segments as read-only
 /// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
 /// guest's memory and go with it. On a --disk they are kept for the next machine of the same image.
 /// It has no network.
@@ -81,11 +81,25 @@ pub(crate) struct Args {
     /// empty file is made one
     #[arg(long, value_name = "FILE[:SIZE]")]
     disk: Option<String>,
+    /// What runs it
+    #[arg(long, value_enum, default_value_t = VmmArg::Qemu)]
+    vmm: VmmArg,
     /// What executes it (default: KVM if the processor and the kernel have it)
     #[arg(long, value_name = "HOW")]
     accel: Option<AccelArg>,
     #[command(flatten)]
     process: ProcessArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum VmmArg {
+    /// QEMU
+    Qemu,
+    /// Cloud Hypervisor: with KVM only, without `vm exec` and merging; the guest's own reports alone
+    /// return its free memory
+    CloudHypervisor,
+    /// Firecracker, 1.14 or newer: with KVM only, without `vm exec` and merging
+    Firecracker,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -141,7 +155,12 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         Some(AccelArg::Tcg) => Accel::Tcg,
         None => Accel::of_this_machine(root),
     };
-    if accel == Accel::Tcg && args.accel.is_none() {
+    let vmm = match args.vmm {
+        VmmArg::Qemu => Vmm::Qemu,
+        VmmArg::CloudHypervisor => Vmm::CloudHypervisor,
+        VmmArg::Firecracker => Vmm::Firecracker,
+    };
+    if accel == Accel::Tcg && args.accel.is_none() && vmm == Vmm::Qemu {
         context.ui.note("no hardware virtualisation here: the processor is emulated, and slow");
     }
     const MEMORY_MIN: Size = Size(64 << 20);
@@ -160,6 +179,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         cpus: args.cpus,
         kernel,
         accel,
+        vmm,
         terminal: args.interactive.then(|| terminal_size().unwrap_or((24, 80))),
         disk: args.disk.as_deref().map(DiskRequest::parse),
     })
