@@ -40,6 +40,8 @@ pub(crate) fn run() -> ! {
     };
     host.say_last(&last);
     rustix::fs::sync();
+    // Else the kernel says that it restarts, on a serial console behind the program's output.
+    let _ = fs::write("/proc/sys/kernel/printk", "0");
     let how =
         if host.wants(RESTART_WORD) { RebootCommand::Restart } else { RebootCommand::PowerOff };
     let error = reboot(how);

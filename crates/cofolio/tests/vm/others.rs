@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 use cofolio_guest::{Message, Start, VSOCK_PORT};
 use serde_json::{Value, json};
 
+use super::common::{has_ksm, program};
 use super::{Host, host, until};
 
 impl Host {
@@ -25,10 +26,11 @@ impl Host {
     }
 
     /// `vm run` on such a machine, with programs in this directory first.
-    fn vm_run(&self, programs: &Path, vmm: &str, accel: &str) -> Command {
-        let args = ["vm", "run", "--vmm", vmm, "--accel", accel, "--kernel", &self.kernel];
-        let args = [&args[..], &["--memory", "192M", "--cpus", "2", "--name", "one"]].concat();
-        let mut command = self.command(&[&args[..], &["box:1", "--", "sh", "-c", "true"]].concat());
+    fn vm_run(&self, programs: &Path, vmm: &str, more: &[&str]) -> Command {
+        let args = ["vm", "run", "--vmm", vmm, "--kernel", &self.kernel];
+        let args = [&args[..], &["--memory", "192M", "--cpus", "2", "--name", "one"], more];
+        let program = ["box:1", "--", "sh", "-c", "true"];
+        let mut command = self.command(&[&args.concat()[..], &program].concat());
         let path = std::env::var("PATH").unwrap_or_default();
         command.env("PATH", format!("{}:{path}", programs.display()));
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -39,7 +41,7 @@ impl Host {
 /// Runs a machine whose VMM is a script: what the VMM is told, from its directory, and the guest.
 fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     let script = format!(
-        "printf '%s\\n' \"$PWD\" \"$@\" >{0}.new; mv {0}.new {0}
+        "printf '%s\\n' \"$PWD\" \"$@\" >{0}.new; cat /proc/self/smaps >{0}.smaps; mv {0}.new {0}
         echo from the console; read line <{1}; exit 0",
         host.text("told"),
         host.text("end")
@@ -48,7 +50,9 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     let _ = fs::remove_file(host.path("told"));
     let _ = fs::remove_file(host.path("end"));
     assert!(Command::new("mkfifo").arg(host.path("end")).status().unwrap().success());
-    let mut run = host.vm_run(&programs, vmm, "kvm").spawn().unwrap();
+    let ksm: &[&str] = if has_ksm("a part of `vm run --vmm`") { &["--ksm"] } else { &[] };
+    let options = [&["--accel", "kvm"], ksm].concat();
+    let mut run = host.vm_run(&programs, vmm, &options).spawn().unwrap();
     let said = until("the VMM is started", || {
         if let Some(status) = run.try_wait().unwrap() {
             let mut why = String::new();
@@ -57,6 +61,9 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
         }
         fs::read_to_string(host.path("told")).ok()
     });
+    let smaps = fs::read_to_string(host.path("told.smaps")).unwrap();
+    let is_mergeable = |line: &str| line.starts_with("VmFlags:") && line.contains(" mg");
+    assert_eq!(smaps.lines().any(is_mergeable), !ksm.is_empty());
     let mut lines = said.lines().map(str::to_owned);
     let dir = PathBuf::from(lines.next().unwrap());
     let args: Vec<String> = lines.collect();
@@ -148,7 +155,8 @@ fn a_vmm_that_fails_is_quoted() {
     let Some(host) = host("a_vmm_that_fails_is_quoted") else { return };
     let programs = host.fake("cloud-hypervisor", "echo no hypervisor here >&2; exit 1");
     let failed = |accel: &str| {
-        let done = host.vm_run(&programs, "cloud-hypervisor", accel).output().unwrap();
+        let accel = ["--accel", accel];
+        let done = host.vm_run(&programs, "cloud-hypervisor", &accel).output().unwrap();
         assert_eq!(done.status.code(), Some(125));
         host.assert_clean();
         String::from_utf8(done.stderr).unwrap()
@@ -157,9 +165,13 @@ fn a_vmm_that_fails_is_quoted() {
     assert!(why.contains("no hypervisor here"), "{why}");
     let why = failed("tcg");
     assert!(why.contains("Cloud Hypervisor needs hardware virtualisation"), "{why}");
-    let done = host.vm_run(Path::new("/nowhere"), "firecracker", "kvm").output().unwrap();
+    let done =
+        host.vm_run(Path::new("/nowhere"), "firecracker", &["--accel", "kvm"]).output().unwrap();
     let why = String::from_utf8(done.stderr).unwrap();
-    if super::program("firecracker").is_none() {
+    if program("firecracker").is_none() {
         assert!(why.contains("firecracker is not installed"), "{why}");
     }
+    let done = host.vm_run(&programs, "qemu", &["--ksm"]).output().unwrap();
+    let why = String::from_utf8(done.stderr).unwrap();
+    assert!(why.contains("are merged by the daemon"), "{why}");
 }

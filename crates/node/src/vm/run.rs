@@ -67,6 +67,8 @@ pub struct Request {
     pub accel: Accel,
     /// Its VMM.
     pub vmm: Vmm,
+    /// Whether KSM may merge its memory.
+    pub ksm: bool,
     /// Whether its program has input, and the rows and columns of its terminal then.
     pub terminal: Option<(u16, u16)>,
     /// Where changes go, if not to the guest's memory.
@@ -125,6 +127,11 @@ impl Machines<'_> {
         let (vmm, guest) = (request.vmm.program(request.accel)?, guest_program()?);
         if let Some(name) = request.name.as_deref().filter(|name| !is_name(name)) {
             return Err(VmError::Name(name.to_owned()));
+        }
+        if request.ksm && request.vmm == Vmm::Qemu {
+            // The merger does this, within the trust domain.
+            let what = "--ksm: pages of machines with QEMU are merged by the daemon";
+            return Err(VmError::Unsupported(what.to_owned()));
         }
         self.run.prepare()?;
         let make_room = |name: &str| self.remove_if_ended(name, true);
@@ -230,6 +237,9 @@ impl Machines<'_> {
             }
             None => Upper::Memory,
         };
+        if request.ksm {
+            cofolio_sys::process::allow_ksm(&mut command).map_err(failed)?;
+        }
         // Signals of a terminal are for this process.
         command.process_group(0);
         let mut child = command.spawn().map_err(failed)?;

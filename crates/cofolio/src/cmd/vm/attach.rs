@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let record = machines.attach(&request)?;
         match context.ui.json {
             true => _ = context.ui.json(&json!({"name": record.name}))?,
-            false => _ = context.ui.line(&record.name)?,
+            false => context.ui.line(&record.name)?,
         }
     }
     Ok(Exit::Ok)

@@ -84,6 +84,10 @@ pub(crate) struct Args {
     /// What runs it
     #[arg(long, value_enum, default_value_t = VmmArg::Qemu)]
     vmm: VmmArg,
+    /// Let KSM merge its memory with that of all programs that allow it (see `ksm-exec --help`). Not
+    /// with QEMU, whose guests' pages the daemon merges within their trust domain
+    #[arg(long)]
+    ksm: bool,
     /// What executes it (default: KVM if the processor and the kernel have it)
     #[arg(long, value_name = "HOW")]
     accel: Option<AccelArg>,
@@ -180,6 +184,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         kernel,
         accel,
         vmm,
+        ksm: args.ksm,
         terminal: args.interactive.then(|| terminal_size().unwrap_or((24, 80))),
         disk: args.disk.as_deref().map(DiskRequest::parse),
     })
