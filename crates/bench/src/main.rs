@@ -64,6 +64,7 @@ enum Command {
     Merge(merge::Args),
     VmDensity(machines::density::Args),
     VmImage(machines::image::Args),
+    VmMerge(machines::merge::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Reader(reader::Args),
@@ -136,6 +137,10 @@ fn run(command: Command) -> Outcome {
         Command::VmImage(args) => {
             needs_root("vm-image", "it starts virtual machines and drops caches")?;
             machines::image::run(&args)
+        }
+        Command::VmMerge(args) => {
+            needs_root("vm-merge", "it starts virtual machines and sets KSM")?;
+            machines::merge::run(&args)
         }
         Command::MergeWorker(args) => merge::worker::run(&args).map(|()| Exit::Ok),
         Command::DensityWorker(args) => density::worker::run(&args).map(|()| Exit::Ok),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::time::Duration;
 
 /// Seconds of processor time, user and system, by name.
 #[derive(Debug, Clone, Default)]
@@ -17,6 +18,12 @@ pub(crate) fn of(dir: &str) -> Threads {
         *all.entry(name.to_owned()).or_default() += seconds;
     }
     Threads(all)
+}
+
+/// Seconds of processor time of this process, with those of threads that have ended.
+pub(crate) fn own_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::try_from(time).unwrap_or_default().as_secs_f64()
 }
 
 fn parse(stat: &str, ticks: f64) -> Option<(&str, f64)> {

@@ -7,12 +7,15 @@ use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
 use serde_json::json;
+use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
 
 use crate::content::{PAGE, Random, check, fill};
 use crate::{Options, say};
@@ -28,42 +31,89 @@ const FILE_BYTES: u64 = 4 << 20;
 /// Where memory must begin that a device reads and writes.
 const ALIGN: usize = 4096;
 
-/// For `seconds`, with `mib` MiB of memory in `threads` threads.
+/// For `seconds` or until SIGTERM, with `mib` MiB of memory in `threads` threads. From SIGUSR1 to SIGUSR2
+/// it rests, with most of that memory free: the host takes no pages from a guest that allocates.
 pub(crate) fn run(options: &Options) -> io::Result<()> {
+    let pace = Pace::new(options)?;
     // Freed memory goes back to the kernel.
     cofolio_sys::memory::return_large_blocks();
     let seed = options.number("seed", 0);
-    let until = Instant::now() + Duration::from_secs(options.number("seconds", 60));
     let threads = options.number("threads", 2);
     let blocks = (options.number("mib", 64) << 20) / PAGE as u64 / BLOCK_PAGES / threads.max(1);
-    let (checked, stop) = (AtomicU64::new(0), AtomicBool::new(false));
-    let goes_on = || Instant::now() < until && !stop.load(Relaxed);
     say(&json!({ "event": "ready" }))?;
     let done = thread::scope(|scope| {
-        let (goes_on, checked, stop) = (&goes_on, &checked, &stop);
+        let pace = &*pace;
         let mut works: Vec<_> = (0..threads)
             .map(|number| {
                 let random = Random::new(seed << 8 | number);
-                scope.spawn(move || memory(random, blocks.max(2), goes_on, checked))
+                scope.spawn(move || memory(random, blocks.max(2), pace))
             })
             .collect();
         for (number, direct) in [(100, false), (101, true)] {
             let random = Random::new(seed << 8 | number);
-            works.push(scope.spawn(move || files(random, number, direct, goes_on, checked)));
+            works.push(scope.spawn(move || files(random, number, direct, pace)));
         }
-        works.push(scope.spawn(move || kernel(goes_on, checked)));
+        works.push(scope.spawn(move || kernel(pace)));
         let mut done = Ok(());
         for work in works {
             let ended = work.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
             if ended.is_err() {
-                stop.store(true, Relaxed);
+                pace.ends.store(true, Relaxed);
                 done = done.and(ended);
             }
         }
         done
     });
     done?;
-    say(&json!({ "event": "done", "pages": checked.load(Relaxed) }))
+    say(&json!({ "event": "done", "pages": pace.checked.load(Relaxed) }))
+}
+
+/// What the threads do together.
+struct Pace {
+    began: Instant,
+    seconds: u64,
+    /// Set by a signal, and when a thread has failed.
+    ends: AtomicBool,
+    rests: AtomicBool,
+    /// Pages that were checked.
+    checked: AtomicU64,
+}
+
+impl Pace {
+    fn new(options: &Options) -> io::Result<Arc<Self>> {
+        let pace = Arc::new(Self {
+            began: Instant::now(),
+            seconds: options.number("seconds", 60),
+            ends: AtomicBool::new(false),
+            rests: AtomicBool::new(false),
+            checked: AtomicU64::new(0),
+        });
+        let mut signals = Signals::new([SIGTERM, SIGUSR1, SIGUSR2])?;
+        let told = Arc::clone(&pace);
+        thread::spawn(move || {
+            for signal in &mut signals {
+                match signal {
+                    SIGTERM => told.ends.store(true, Relaxed),
+                    _ => told.rests.store(signal == SIGUSR1, Relaxed),
+                }
+            }
+        });
+        Ok(pace)
+    }
+
+    fn goes_on(&self) -> bool {
+        self.began.elapsed().as_secs() < self.seconds && !self.ends.load(Relaxed)
+    }
+
+    fn rests(&self) -> bool {
+        self.goes_on() && self.rests.load(Relaxed)
+    }
+
+    fn sleep_at_rest(&self) {
+        while self.rests() {
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
 }
 
 /// A block of memory, and the number of each page's content.
@@ -114,14 +164,17 @@ impl Block {
     }
 }
 
-fn memory(
-    mut random: Random,
-    blocks: u64,
-    goes_on: &impl Fn() -> bool,
-    checked: &AtomicU64,
-) -> io::Result<()> {
+fn memory(mut random: Random, blocks: u64, pace: &Pace) -> io::Result<()> {
+    let checked = &pace.checked;
     let mut all: Vec<Block> = (0..blocks).map(|_| Block::new(&mut random)).collect();
-    while goes_on() {
+    while pace.goes_on() {
+        if pace.rests() {
+            let freed = all.split_off(all.len() / 8);
+            freed.iter().try_for_each(|block| block.check().map(drop))?;
+            drop(freed);
+            pace.sleep_at_rest();
+            all.resize_with(usize::try_from(blocks).unwrap_or(0), || Block::new(&mut random));
+        }
         let picked = usize::try_from(random.below(blocks)).unwrap_or(0);
         let block = &mut all[picked];
         checked.fetch_add(block.check()?, Relaxed);
@@ -152,13 +205,7 @@ fn memory(
 
 /// Files that are written, read and removed; `direct` past the guest's page cache where its filesystem
 /// has that.
-fn files(
-    mut random: Random,
-    number: u64,
-    direct: bool,
-    goes_on: &impl Fn() -> bool,
-    checked: &AtomicU64,
-) -> io::Result<()> {
+fn files(mut random: Random, number: u64, direct: bool, pace: &Pace) -> io::Result<()> {
     let flags = if direct { OFlags::DIRECT } else { OFlags::empty() };
     let flags = i32::try_from(flags.bits()).unwrap_or(0);
     let dir = format!("/canary-{number}");
@@ -169,7 +216,8 @@ fn files(
     let start = memory.as_ptr().align_offset(ALIGN);
     let buffer = &mut memory[start..start + bytes];
     let mut kept: Vec<(u64, u64)> = Vec::new();
-    while goes_on() {
+    while pace.goes_on() {
+        pace.sleep_at_rest();
         let (file, first) = (random.below(8), random.below(1 << 40));
         let path = |file: u64| Path::new(&dir).join(file.to_string());
         fill(buffer, first);
@@ -184,7 +232,7 @@ fn files(
         buffer.fill(0);
         open.read_exact(buffer)?;
         check(buffer, first, &path(file).display().to_string())?;
-        checked.fetch_add(FILE_BYTES / PAGE as u64, Relaxed);
+        pace.checked.fetch_add(FILE_BYTES / PAGE as u64, Relaxed);
         if random.below(4) == 0 {
             kept.retain(|(other, _)| *other != file);
             fs::remove_file(path(file))?;
@@ -194,9 +242,9 @@ fn files(
 }
 
 /// Has the kernel compact memory and drop clean pages of files, and reports progress.
-fn kernel(goes_on: &impl Fn() -> bool, checked: &AtomicU64) -> io::Result<()> {
+fn kernel(pace: &Pace) -> io::Result<()> {
     for second in 0.. {
-        if !goes_on() {
+        if !pace.goes_on() {
             break;
         }
         // Kernels can be without compaction.
@@ -204,7 +252,7 @@ fn kernel(goes_on: &impl Fn() -> bool, checked: &AtomicU64) -> io::Result<()> {
         if second % 3 == 0 {
             fs::write("/proc/sys/vm/drop_caches", "1")?;
         }
-        say(&json!({ "event": "checked", "pages": checked.load(Relaxed) }))?;
+        say(&json!({ "event": "checked", "pages": pace.checked.load(Relaxed) }))?;
         thread::sleep(Duration::from_secs(1));
     }
     Ok(())

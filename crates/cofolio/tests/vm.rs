@@ -11,8 +11,16 @@ mod console;
 mod disk;
 #[path = "vm/exec.rs"]
 mod exec;
+#[path = "vm/image.rs"]
+mod image;
+#[path = "vm/kernels.rs"]
+mod kernels;
+#[path = "vm/merge.rs"]
+mod merge;
 #[path = "vm/others.rs"]
 mod others;
+#[path = "vm/soak.rs"]
+mod soak;
 
 use std::fs;
 use std::ops::Deref;
@@ -22,7 +30,6 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use cofolio_guest::Message;
 use cofolio_node::vm::qmp::Qmp;
 use common::machine::{import_box, until_within};
 use common::{Killed, Ran, Sandbox, cofolio, program, skip};
@@ -95,6 +102,13 @@ impl Host {
     }
 }
 
+/// Anonymous memory of a process, in bytes.
+fn rss_anon(pid: &Value) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
 /// Waits for something that a guest does: its processor is emulated, and the machine may be busy.
 #[track_caller]
 fn until<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
@@ -115,14 +129,21 @@ fn host(test: &str) -> Option<Host> {
         skip(test, "tools/guest was not run");
         return None;
     }
-    let kernel = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/vm/cloud-amd64/vmlinuz");
-    if !kernel.exists() {
-        skip(test, "tests/vm/kernel cloud-amd64 was not run");
-        return None;
-    }
+    let kernel = kernel(test, "cloud-amd64")?;
     let sandbox = Sandbox::new();
     let kernel = kernel.to_str()?.to_owned();
     import_box(&sandbox, test).then_some(Host { sandbox, kernel })
+}
+
+/// A kernel of a flavour of `tests/vm/kernel`; says if it is not there.
+fn kernel(test: &str, flavour: &str) -> Option<PathBuf> {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/vm");
+    let kernel = top.join(flavour).join("vmlinuz");
+    if !kernel.exists() {
+        skip(test, &format!("tests/vm/kernel {flavour} was not run"));
+        return None;
+    }
+    Some(kernel)
 }
 
 #[test]
@@ -258,11 +279,7 @@ fn the_daemon_returns_freed_memory_and_lets_balloons_go() {
     host.sh(&["--detach", "--name", "one", "--memory", "320M"], &script).ok();
     let guest = host.guests().remove(0);
     let output = || fs::read_to_string(guest["output"].as_str().unwrap()).unwrap();
-    let held = || {
-        let status = fs::read_to_string(format!("/proc/{}/status", guest["pid"])).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
-    };
+    let held = || rss_anon(&guest["pid"]) >> 20;
     until("the guest has filled its memory", || output().contains("filled").then_some(()));
     let filled = held();
     // What another program took: nobody else knows of it.
@@ -283,76 +300,6 @@ fn the_daemon_returns_freed_memory_and_lets_balloons_go() {
     until("the balloon is let go again", || (actual() == 320 << 20).then_some(()));
     host.run(&["vm", "stop", "--time", "0", "one"]).ok();
     host.assert_clean();
-}
-
-/// What guests have in common is in memory once, and each reads what it had.
-#[test]
-fn the_daemon_merges_what_guests_have_in_common() {
-    let Some(host) = host("the_daemon_merges_what_guests_have_in_common") else { return };
-    if !cofolio().parent().unwrap().join("../lib/cofolio/libcofolio_shim.so").exists() {
-        return skip("the_daemon_merges_what_guests_have_in_common", "tools/guest was not run");
-    }
-    // 30 MiB of numbers, the same in each, in the guest's own memory.
-    let script = "mkdir /tmp/f; mount -t tmpfs -o size=60m f /tmp/f
-        seq 1 4500000 >/tmp/f/a; md5sum </tmp/f/a; echo filled
-        until [ -e /tmp/f/b ]; do sleep 1; done; md5sum </tmp/f/a; exit 0";
-    let script = format!("trap 'touch /tmp/f/b' TERM; {script}");
-    for name in ["one", "two"] {
-        host.sh(&["--detach", "--name", name], &script).ok();
-    }
-    let output = |guest: &Value| fs::read_to_string(guest["output"].as_str().unwrap()).unwrap();
-    until("the guests have filled their memory", || {
-        host.guests().iter().all(|guest| output(guest).contains("filled")).then_some(())
-    });
-    let pooled = |guest: &Value| {
-        let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest["pid"])).unwrap();
-        let mut is_pool = false;
-        let mut kib = 0;
-        for line in smaps.lines() {
-            if line.split_whitespace().nth(1).is_some_and(|word| word.starts_with("rw-p")) {
-                is_pool = line.contains("cofolio-pool");
-            } else if is_pool && line.starts_with("Size:") {
-                kib += line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
-            }
-        }
-        kib >> 10
-    };
-    let config = host.path("config.toml");
-    let socket = host.text("daemon.sock");
-    let text = format!("[daemon]\nsocket = '{socket}'\n[vm]\nmerge_seconds = 1\n");
-    fs::write(&config, text).unwrap();
-    let args = ["--config", config.to_str().unwrap(), "serve"];
-    let _daemon = Killed::start(host.command(&args).stdout(Stdio::null()).stderr(Stdio::null()));
-    until("both have their pages in pools", || {
-        host.guests().iter().all(|guest| pooled(guest) >= 25).then_some(())
-    });
-    // The daemon says so, too.
-    let top = ["--config", config.to_str().unwrap(), "vm", "top"];
-    until("the daemon has taken account of it", || {
-        let report = host.run(&[&top[..], &["--json"]].concat()).json();
-        let machines = report["machines"].as_array().unwrap();
-        let is_merged = |it: &Value| it["merged_bytes"].as_u64().unwrap() >= 25 << 20;
-        let pools = report["pool_bytes"].as_u64().unwrap();
-        let is_told = machines.len() == 2 && machines.iter().all(is_merged);
-        (is_told && (25 << 20..60 << 20).contains(&pools)).then_some(())
-    });
-    let shown = host.run(&top);
-    assert!(shown.ok().contains("merged into"), "{}", shown.stdout);
-    for name in ["one", "two"] {
-        let guest = host.run(&["vm", "ps", "--json"]).json();
-        let guest = guest.as_array().unwrap().iter().find(|it| it["name"] == name).unwrap().clone();
-        let path = PathBuf::from(guest["output"].as_str().unwrap());
-        // The guest reads its file again before it ends.
-        let control = fs::File::open(path.parent().unwrap()).unwrap();
-        let short = format!("/proc/self/fd/{}/control", control.as_raw_fd());
-        let mut control = UnixStream::connect(short).unwrap();
-        Message::Signal(15).write(&mut control).unwrap();
-        until("the guest has read it again", || {
-            let said = fs::read_to_string(&path).ok()?;
-            let sums: Vec<&str> = said.lines().filter(|line| line.ends_with(" -")).collect();
-            (sums.len() == 2).then(|| assert_eq!(sums[0], sums[1]))
-        });
-    }
 }
 
 /// Each of these is found before anything is started.

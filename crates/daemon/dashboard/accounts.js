@@ -114,6 +114,29 @@ export const imagesTable = new Table($("images-table"), {
   ],
 });
 
+/** The image, and why no free memory is taken from the machine, if so. */
+const machineCell = ({ name, image_name, recycling }) =>
+  twoLines(foreign(name), foreign([image_name, recycling.refusal].filter(Boolean).join(": ")));
+
+export const machinesTable = new Table($("machines-table"), {
+  id: "machines", title: "machines-title", noun: "machine",
+  key: (it) => it.name,
+  words: (it) => [it.name, it.image_name, it.recycling.refusal ?? ""].join("\n"),
+  sort: "-proportional_bytes", empty: "No virtual machine of this trust domain runs.",
+  columns: [
+    { id: "name", label: "Machine", cell: machineCell, sort: (it) => it.name },
+    bytes("memory_bytes", "Memory", "What the guest has"),
+    bytes("used_bytes", "Used", "Private pages that the guest's kernel and programs use"),
+    bytes("cache_bytes", "Cache", "Private pages of files in the guest's cache"),
+    bytes("unreturned_bytes", "Free", "Private pages that the guest has free and the host holds"),
+    bytes("emulator_bytes", "Emulator", "Private pages of the VMM itself"),
+    bytes("merged_bytes", "Merged", "Pages that pools have once for several guests"),
+    bytes("image_bytes", "Image", "Pages of its image that it has touched"),
+    bytes("proportional_bytes", "Proportional", "Private pages, and its part of shared ones"),
+    bytes("zero_bytes", "Zeros", "Pages of zeros, which take nothing"),
+  ],
+});
+
 export const domainsTable = new Table($("domains-table"), {
   id: "domains", title: "domains-title", noun: "domain",
   key: (it) => it.domain, words: (it) => it.domain, sort: "-saved_bytes",

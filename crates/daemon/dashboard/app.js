@@ -1,7 +1,7 @@
 // Polls the daemon and shows what its ledger says.
 
-import { containersTable, domainsTable, filesTable, imageLabel, imageLink, imagesTable, setImages,
-  splitKey, usersTable } from "./accounts.js";
+import { containersTable, domainsTable, filesTable, imageLabel, imageLink, imagesTable,
+  machinesTable, setImages, splitKey, usersTable } from "./accounts.js";
 import { Chart } from "./chart.js";
 import { matrix } from "./matrix.js";
 import { ageNode, announce, bytesNode, countNode, el, foreign, harmless, setBytes, short,
@@ -29,6 +29,7 @@ let timer;
 /** Last answers for the chart and the matrix. `body` stays when `error` is set. */
 let timeline = { at: -Infinity };
 let sharing = { at: -Infinity, domain: null };
+let machines = {};
 
 // Asking the daemon.
 
@@ -64,6 +65,10 @@ async function fetchTimeline() {
   timeline = await refetch("/v1/history", timeline.body);
 }
 
+async function fetchMachines() {
+  machines = await refetch("/v1/machines", machines.body);
+}
+
 async function fetchSharing(domain) {
   const last = sharing.domain === domain ? sharing.body : undefined;
   const answer = await refetch(`/v1/sharing?domain=${encodeURIComponent(domain)}`, last);
@@ -84,7 +89,7 @@ async function poll() {
     age = Math.max(0, (date || report.time) - report.time);
     failure = null;
     show();
-    const tries = [];
+    const tries = [fetchMachines()];
     const interval = Math.max(POLL_MS, (timeline.body?.interval_seconds ?? 0) * 1000);
     if (received - timeline.at >= interval) tries.push(fetchTimeline());
     const domain = matrixDomain();
@@ -127,6 +132,7 @@ function show() {
   if (report) showReport();
   showChart();
   showMatrix();
+  showMachines();
   showDrawer();
   state.refreshLinks();
 }
@@ -208,6 +214,25 @@ function showChart() {
   if (!timeline.body || same) return;
   [showChart.body, showChart.field] = [timeline.body, select.value];
   chart.show(timeline.body, select.value, select.selectedOptions[0].text);
+}
+
+function showMachines() {
+  const { body, error } = machines;
+  $("machines").hidden = !error && !body?.machines.length;
+  const note = error ? [el("strong", { "data-foreign": "" }, harmless(error)), " "] : [];
+  if (body) {
+    const domain = chosenDomain();
+    machinesTable.show(body.machines.filter((it) => domain === null || it.domain === domain));
+    note.push(bytesNode(body.image_bytes), " of images and ", bytesNode(body.pool_bytes),
+      " of pools, each once for all machines. Pulses have returned ",
+      bytesNode(body.returned_bytes), ".");
+    const { p50_ms, p99_ms } = body.latency;
+    const within = (ms) => el("span", { class: "n", "data-ms": ms }, `${ms / 1000} s`);
+    if (p50_ms !== null) note.push(" Half of freed memory was returned within ", within(p50_ms));
+    if (p99_ms !== null) note.push(", ", countNode(99), " % within ", within(p99_ms));
+    if (p50_ms !== null) note.push(".");
+  }
+  $("machines-note").replaceChildren(...note);
 }
 
 function showMatrix() {

@@ -1,5 +1,6 @@
 //! The threads that return guests' free memory, merge their pages, and keep account of them.
 
+use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -49,14 +50,19 @@ impl Guests {
         log: Log<'_>,
     ) {
         let mut recycler: Option<Recycler> = None;
+        let mut ended = RecyclerReport::default();
         while !cancel.is_cancelled() {
             let policy = settings.read().unwrap_or_else(PoisonError::into_inner).recycle;
             if recycler.as_ref().map(Recycler::policy) != policy {
-                recycler.iter_mut().for_each(Recycler::end);
-                recycler = policy.map(|policy| Recycler::new(run.clone(), policy));
+                if let Some(mut recycler) = recycler.take() {
+                    recycler.end();
+                    ended = RecyclerReport { guests: HashMap::new(), ..recycler.report() };
+                }
+                recycler = policy.map(|policy| Recycler::new(run.clone(), policy).after(&ended));
             }
             let due = recycler.as_mut().map_or(LOOK, |recycler| recycler.tick(log));
-            *lock(&self.recycler) = recycler.as_ref().map(Recycler::report).unwrap_or_default();
+            *lock(&self.recycler) =
+                recycler.as_ref().map_or_else(|| ended.clone(), Recycler::report);
             wait(due, cancel);
         }
         recycler.iter_mut().for_each(Recycler::end);
@@ -80,9 +86,10 @@ impl Guests {
                 wait(LOOK, cancel);
                 continue;
             };
-            let began = Instant::now();
-            *lock(&self.merger) = merger.pass(targets(run), log);
-            wait(merger.policy().period.saturating_sub(began.elapsed()), cancel);
+            let report = merger.pass(targets(run), log);
+            let due = report.wait;
+            *lock(&self.merger) = report;
+            wait(due, cancel);
         }
     }
 
@@ -98,12 +105,15 @@ impl Guests {
                     recycling: recycler.guests.get(name).cloned(),
                     merging: merger.guests.get(name).copied().unwrap_or_default(),
                 };
+                let taken = accounts.take(&list, besides);
                 published.set_machines(VmReport {
                     time: cofolio_store::now(),
-                    machines: accounts.take(&list, besides),
-                    pool_bytes: merger.pool_bytes,
+                    machines: taken.machines,
+                    image_bytes: taken.image_bytes,
+                    // Those of a merger before this one, and those that nobody has mapped any more.
+                    pool_bytes: taken.pool_bytes.max(merger.pool_bytes),
                     returned_bytes: recycler.returned_bytes,
-                    latency_bytes: recycler.latency_bytes.clone(),
+                    latency: (&recycler.latencies).into(),
                 });
             }
             wait(ACCOUNT.max(began.elapsed().div_f64(ACCOUNT_SHARE)), cancel);

@@ -14,7 +14,8 @@ use cofolio_node::vm::recycler::LATENCY_MS;
 use hyper::StatusCode;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
@@ -96,7 +97,7 @@ const DOMAINS: [Column<DomainAccount, Option<u64>>; 7] = [
     ("stored", "Size of all objects", |it| Some(it.bytes)),
 ];
 
-const MACHINES: [Column<VmAccount, u64>; 8] = [
+const MACHINES: [Column<VmAccount, u64>; 9] = [
     ("vm_used", "Private pages that a guest's kernel and programs use", |it| it.used_bytes),
     ("vm_cache", "Private pages of files in a guest's cache", |it| it.cache_bytes),
     ("vm_unreturned", "Private pages that a guest has free and the host holds", |it| {
@@ -106,6 +107,9 @@ const MACHINES: [Column<VmAccount, u64>; 8] = [
     ("vm_zero", "Pages of zeros of a guest, which the host does not hold", |it| it.zero_bytes),
     ("vm_image", "Pages of its image that a guest has touched", |it| it.image_bytes),
     ("vm_emulator", "Private pages of a guest's VMM", |it| it.emulator_bytes),
+    ("vm_proportional", "Private pages, and a part of each page that machines share", |it| {
+        it.proportional_bytes
+    }),
     ("vm_memory", "Memory that a guest has", |it| it.memory_bytes),
 ];
 
@@ -246,21 +250,28 @@ impl Figures {
             let rows = machines.iter().map(|it| ([("machine", it.name.as_str())], figure(it)));
             family(encoder, name, help, rows)?;
         }
-        let pools = ConstGauge::new(report.pool_bytes);
-        let help = "Pools with pages that virtual machines have in common";
-        single(encoder, "vm_pool", help, Some(&Unit::Bytes), &pools)?;
+        for (name, help, value) in [
+            ("vm_pool", "Pools with pages that virtual machines have in common", report.pool_bytes),
+            (
+                "vm_images_touched",
+                "Pages of images that virtual machines have touched, each once",
+                report.image_bytes,
+            ),
+        ] {
+            single(encoder, name, help, Some(&Unit::Bytes), &ConstGauge::new(value))?;
+        }
         let returned = ConstCounter::new(report.returned_bytes);
         let help = "Free memory of virtual machines that pulses have returned";
         single(encoder, "vm_returned", help, Some(&Unit::Bytes), &returned)?;
-        let help = "Freed bytes of virtual machines that were returned within so many seconds";
-        let bounds = LATENCY_MS.iter().map(|ms| (*ms as f64 / 1000.0).to_string());
-        let mut sum = 0;
-        let rows = bounds.chain(["+Inf".to_owned()]).zip(&report.latency_bytes);
-        let rows = rows.map(|(bound, bytes)| {
-            sum += bytes;
-            ([("le", bound)], sum)
-        });
-        family(encoder, "vm_returned_within", help, rows)
+        let help = "How long memory that guests have freed waited for its return, for each byte";
+        let kind = MetricType::Histogram;
+        let name = "vm_return_latency";
+        let mut encoder = encoder.encode_descriptor(name, help, Some(&Unit::Seconds), kind)?;
+        let latency = &report.latency;
+        let bounds = LATENCY_MS.iter().map(|ms| *ms as f64 / 1000.0).chain([f64::MAX]);
+        let classes: Vec<_> = bounds.zip(latency.bytes.iter().copied()).collect();
+        let all = latency.bytes.iter().sum();
+        encoder.encode_histogram::<NoLabelSet>(latency.byte_ms as f64 / 1000.0, all, &classes, None)
     }
 
     /// Of KSM; zeros while it is not steered.
@@ -356,6 +367,8 @@ fn single(
 
 #[cfg(test)]
 mod tests {
+    use cofolio_node::vm::account::Latency;
+
     use super::*;
 
     fn encoded(domains: Vec<DomainAccount>) -> String {
@@ -401,6 +414,30 @@ mod tests {
         let report = Report { images: vec![image], ..Report::default() };
         let text = Metrics::new(Arc::default()).encode(&Published::of(report));
         assert!(text.contains("name=\"a\\\"c\"}"), "{text}");
+    }
+
+    /// Classes were gauges, which no query of a histogram takes.
+    #[test]
+    fn latencies_of_guests_are_a_histogram() {
+        let mut latency = Latency { byte_ms: 9_500_000, ..Latency::default() };
+        latency.bytes = vec![0; LATENCY_MS.len() + 1];
+        (latency.bytes[1], latency.bytes[4], latency.bytes[12]) = (4096, 8192, 1);
+        let published = Published::of(Report::default());
+        published.set_machines(VmReport { latency, ..VmReport::default() });
+        let text = Metrics::new(Arc::default()).encode(&published);
+        let name = "cofolio_vm_return_latency_seconds";
+        for line in [
+            format!("# TYPE {name} histogram"),
+            format!("{name}_sum 9500.0"),
+            format!("{name}_count 12289"),
+            format!("{name}_bucket{{le=\"0.5\"}} 0"),
+            format!("{name}_bucket{{le=\"1.0\"}} 4096"),
+            format!("{name}_bucket{{le=\"3.0\"}} 12288"),
+            format!("{name}_bucket{{le=\"60.0\"}} 12288"),
+            format!("{name}_bucket{{le=\"+Inf\"}} 12289"),
+        ] {
+            assert!(text.contains(&format!("{line}\n")), "{line}: {text}");
+        }
     }
 
     /// Every trust domain had series of its own, however many there were.

@@ -114,7 +114,7 @@ impl Devices {
         let mut bytes = Vec::new();
         let devices = self.list();
         let own_blocks = u32::try_from(self.bytes[0].len() / BLOCK).unwrap();
-        let data = Data { devices: &devices, own_blocks, blobs: &self.blobs };
+        let data = Data { devices: &devices, own_blocks, blobs: &self.blobs, fingerprints: true };
         let report = write_data(tree, &data, &mut bytes)?;
         assert_eq!(report.bytes, bytes.len() as u64);
         bytes.extend_from_slice(&self.bytes[0]);

@@ -17,7 +17,7 @@ use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, moun
 use rustix::process::{Pid, Signal, chroot, kill_process};
 use rustix::system::{RebootCommand, reboot, sethostname};
 
-use crate::{children, devices, exec, workload};
+use crate::{children, devices, exec, workload, writable};
 
 /// How long drivers may take to find a device. An emulated processor is slow.
 const DEVICE_SECONDS_MAX: u64 = 60;
@@ -32,15 +32,15 @@ pub(crate) fn run() -> ! {
     let mut host = Host::default();
     let last = match start(&mut host) {
         Ok(status) => Message::Ended(status),
-        Err(error) => {
-            // The console may be all that there is.
-            let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
-            Message::Failed(error)
-        }
+        Err(error) => Message::Failed(error),
     };
-    host.say_last(&last);
+    let is_told = host.say_last(&last);
+    if let (false, Message::Failed(error)) = (is_told, &last) {
+        // The console may be all that there is.
+        let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
+    }
     rustix::fs::sync();
-    // Else the kernel says that it restarts, on a serial console behind the program's output.
+    // Or the kernel says on the console, behind what the program has said, that it ends.
     let _ = fs::write("/proc/sys/kernel/printk", "0");
     let how =
         if host.wants(RESTART_WORD) { RebootCommand::Restart } else { RebootCommand::PowerOff };
@@ -65,17 +65,28 @@ impl Host {
         self.words.split_whitespace().any(|it| it == word)
     }
 
-    fn say_last(&mut self, last: &Message) {
+    /// The channel to it.
+    fn connect(&self) -> Result<File> {
+        if !self.wants(VSOCK_WORD) {
+            return open_port();
+        }
+        let socket = wait_until("the channel to the host", || connect_host(VSOCK_PORT).ok())?;
+        Ok(socket.into())
+    }
+
+    /// Whether it was told.
+    fn say_last(&mut self, last: &Message) -> bool {
         let is_vsock = self.wants(VSOCK_WORD);
-        let Some(channel) = &mut self.channel else { return };
-        let _ = last.write(channel);
+        let Some(channel) = &mut self.channel else { return false };
+        let is_told = last.write(channel).is_ok();
         if !is_vsock {
-            return;
+            return is_told;
         }
         // It is on its way only. The host closes the channel when it has it.
         let patience = Timespec { tv_sec: LAST_SECONDS_MAX, tv_nsec: 0 };
         let mut closed = [PollFd::new(channel, PollFlags::RDHUP)];
         let _ = poll(&mut closed, Some(&patience));
+        is_told
     }
 }
 
@@ -84,19 +95,23 @@ fn start(host: &mut Host) -> Result<u8> {
     kernel_filesystems(Path::new("/"))?;
     host.words = fs::read_to_string("/proc/cmdline").during("the kernel's words")?;
     say_free_memory();
-    load_modules()?;
-    let channel = if host.wants(VSOCK_WORD) { connect()? } else { open_channel()? };
+    if let Err(error) = load_modules() {
+        // The console may be a module as well: the host hears of it if the channel is there.
+        host.channel = host.connect().ok();
+        return Err(error);
+    }
+    let channel = host.connect()?;
     let channel = host.channel.insert(channel);
     let start = receive(channel)?;
     sethostname(start.hostname.as_bytes()).during("host name")?;
-    mount_image(&start)?;
-    enter_root()?;
+    enter_root(mount_image(&start)?)?;
     // Before a program can mount something over `/dev`.
     exec::begin(start.process.clone()).during("listening for `vm exec`")?;
     let first = workload::start(&start).during(start.process.command.join(" "))?;
     let commands = channel.try_clone().during("channel")?;
+    let console = workload::open_console(&start.console).during("console")?;
     Message::Started.write(channel).during("channel")?;
-    thread::spawn(move || obey(commands, first));
+    thread::spawn(move || obey(commands, first, &console));
     Ok(children::reap_until(first))
 }
 
@@ -132,8 +147,8 @@ fn wait_until<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> Result<T> {
     }
 }
 
-/// The channel to the host: a virtio port with its name.
-fn open_channel() -> Result<File> {
+/// The channel to the host where it is a virtio port with its name.
+fn open_port() -> Result<File> {
     let is_it = |port: &Path| {
         fs::read_to_string(port.join("name")).is_ok_and(|name| name.trim() == CHANNEL_PORT)
     };
@@ -146,14 +161,8 @@ fn open_channel() -> Result<File> {
     options.during(device.display())
 }
 
-/// The channel to the host by vsock.
-fn connect() -> Result<File> {
-    let socket = wait_until("the channel to the host", || connect_host(VSOCK_PORT).ok())?;
-    Ok(socket.into())
-}
-
-/// Mounts the pack with its segments, and an overlay for changes, at [`ROOT`].
-fn mount_image(start: &Start) -> Result<()> {
+/// Mounts the pack with its segments, and an overlay for changes; returns where the root is.
+fn mount_image(start: &Start) -> Result<&'static Path> {
     let paths = wait_until("a device of the image", || devices::find(&start.devices))?;
     let (pack, segments) = paths.split_first().ok_or("the image has no devices")?;
     let devices = segments.iter().map(|path| format!(",device={}", path.display()));
@@ -170,7 +179,10 @@ fn mount_image(start: &Start) -> Result<()> {
     if !mounts.lines().find(of_image).is_some_and(|line| line.contains("dax=always")) {
         return Err("the kernel has mounted the image without DAX".to_owned());
     }
-    mount_overlay(&start.upper)
+    mount_overlay(&start.upper)?;
+    let Some(dirs) = &start.dirs else { return Ok(Path::new(ROOT)) };
+    writable::lay_over(Path::new(IMAGE), Path::new(ROOT), dirs)?;
+    Ok(Path::new(IMAGE))
 }
 
 /// Mounts the filesystem for changes, and the image below it at [`ROOT`].
@@ -233,8 +245,7 @@ fn claim(changes: &Path, image: &str) -> Result<()> {
 }
 
 /// Makes the image the root, with the kernel's filesystems and those that programs expect.
-fn enter_root() -> Result<()> {
-    let root = Path::new(ROOT);
+fn enter_root(root: &Path) -> Result<()> {
     for dir in ["dev", "proc", "sys", "run", "tmp"] {
         let _ = fs::create_dir(root.join(dir));
     }
@@ -243,7 +254,11 @@ fn enter_root() -> Result<()> {
         mount_move(from, root.join(to)).during(format_args!("/{to} of the image"))?;
     }
     let in_memory = MountFlags::NOSUID | MountFlags::NODEV;
-    mount("run", root.join("run"), "tmpfs", in_memory, c"mode=0755").during("/run of the image")?;
+    let run = root.join("run");
+    // A read-only root may lack it.
+    if run.is_dir() {
+        mount("run", run, "tmpfs", in_memory, c"mode=0755").during("/run of the image")?;
+    }
     for (kind, dir, options) in [
         ("devpts", "pts", c"newinstance,ptmxmode=0666,mode=0620,gid=5"),
         ("tmpfs", "shm", c"mode=1777"),
@@ -261,7 +276,7 @@ fn enter_root() -> Result<()> {
     }
     // The initramfs is below the new root then, out of sight. Its files are in memory.
     let _ = fs::remove_file("/init");
-    std::env::set_current_dir(root).during(ROOT)?;
+    std::env::set_current_dir(root).during(root.display())?;
     mount_move(".", "/").during("the new root")?;
     chroot(".").during("the new root")?;
     std::env::set_current_dir("/").during("/")?;
@@ -269,7 +284,7 @@ fn enter_root() -> Result<()> {
 }
 
 /// Does what the host asks for.
-fn obey(mut channel: File, first: Pid) -> Option<Infallible> {
+fn obey(mut channel: File, first: Pid, console: &File) -> Option<Infallible> {
     loop {
         match Message::read(&mut channel) {
             Ok(Message::Signal(number)) => {
@@ -277,6 +292,7 @@ fn obey(mut channel: File, first: Pid) -> Option<Infallible> {
                     let _ = kill_process(first, signal);
                 }
             }
+            Ok(Message::Size(rows, columns)) => _ = workload::resize(console, rows, columns),
             Ok(_) => {}
             // Nobody is connected; reading would not wait.
             Err(_) => thread::sleep(Duration::from_millis(500)),

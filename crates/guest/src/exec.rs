@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -24,10 +24,9 @@ use rustix::fs::{CWD, Dir, Mode, OFlags, openat};
 use rustix::io::{Errno, ioctl_fionbio, retry_on_intr};
 use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, ioctl_tiocgptpeer, openpt, unlockpt};
-use rustix::termios::{Winsize, tcsetwinsize};
 
 use crate::children::Child;
-use crate::workload;
+use crate::workload::{self, resize};
 
 /// How often a new port is looked at until it has its name and is connected.
 const LOOK: Duration = Duration::from_millis(10);
@@ -370,10 +369,6 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.child.signal(Signal::KILL);
     }
-}
-
-fn resize(terminal: impl AsFd, ws_row: u16, ws_col: u16) -> rustix::io::Result<()> {
-    tcsetwinsize(terminal, Winsize { ws_row, ws_col, ws_xpixel: 0, ws_ypixel: 0 })
 }
 
 /// `None` if it would have to wait.

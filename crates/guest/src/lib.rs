@@ -20,7 +20,7 @@ pub mod message;
 pub mod start;
 
 pub use message::{Message, MessageError};
-pub use start::{Device, Exec, Process, Start, Upper};
+pub use start::{Device, Dirs, Exec, Process, Start, Upper};
 
 /// Directory of the initramfs with the kernel modules.
 pub const MODULES_DIR: &str = "/modules";

@@ -5,6 +5,7 @@ mod children;
 mod devices;
 mod exec;
 mod workload;
+mod writable;
 
 use std::process::ExitCode;
 

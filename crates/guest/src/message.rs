@@ -28,6 +28,8 @@ pub enum Message {
     Failed(String),
     /// To the guest: send this signal to the process.
     Signal(i32),
+    /// To the guest: rows and columns that its console has from now on.
+    Size(u16, u16),
 }
 
 /// Why a message could not be read.
@@ -103,6 +105,7 @@ mod tests {
             Message::Ended(3),
             Message::Failed("no device".to_owned()),
             Message::Signal(15),
+            Message::Size(24, 80),
         ];
         let mut bytes = Vec::new();
         messages.iter().for_each(|message| message.write(&mut bytes).unwrap());

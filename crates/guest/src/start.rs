@@ -9,6 +9,8 @@ pub struct Start {
     pub devices: Vec<Device>,
     /// Where changes go.
     pub upper: Upper,
+    /// What can be written to, if that is not all of the image.
+    pub dirs: Option<Dirs>,
     /// Name of the guest.
     pub hostname: String,
     /// The terminal of its processes, below `/dev`.
@@ -41,6 +43,15 @@ pub enum Upper {
         /// Digest of the image. Changes to another one mean nothing over this one.
         image: String,
     },
+}
+
+/// Directories that can be written to, by their absolute paths in the image.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dirs {
+    /// The image must have these.
+    pub asked: Vec<String>,
+    /// Programs expect these to be writable, if the image has them.
+    pub expected: Vec<String>,
 }
 
 /// A process of the guest.

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::AsFd as _;
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -30,8 +30,7 @@ const NO_PROGRAM: u8 = 127;
 
 /// Starts the program; its process.
 pub(crate) fn start(start: &Start) -> io::Result<Pid> {
-    let console = Path::new("/dev").join(&start.console);
-    let console = File::options().read(true).write(true).open(console)?;
+    let console = open_console(&start.console)?;
     set_up_terminal(&console, start.process.terminal)?;
     let mut command = command(&start.process)?;
     command.stdin(match start.process.terminal {
@@ -41,6 +40,16 @@ pub(crate) fn start(start: &Start) -> io::Result<Pid> {
     command.stdout(console.try_clone()?).stderr(console);
     let child = command.spawn()?;
     i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::Other.into())
+}
+
+/// The console by its name.
+pub(crate) fn open_console(name: &str) -> io::Result<File> {
+    File::options().read(true).write(true).open(Path::new("/dev").join(name))
+}
+
+/// Gives a terminal its size, of which the kernel tells its programs.
+pub(crate) fn resize(terminal: impl AsFd, ws_row: u16, ws_col: u16) -> rustix::io::Result<()> {
+    tcsetwinsize(terminal, Winsize { ws_row, ws_col, ws_xpixel: 0, ws_ypixel: 0 })
 }
 
 /// This program again, which becomes a process of the image.
@@ -54,9 +63,7 @@ pub(crate) fn command(process: &Process) -> io::Result<Command> {
 /// Without input the console is a log: nothing is echoed, and lines end as the program ends them.
 fn set_up_terminal(console: &File, size: Option<(u16, u16)>) -> io::Result<()> {
     match size {
-        Some((ws_row, ws_col)) => {
-            tcsetwinsize(console, Winsize { ws_row, ws_col, ws_xpixel: 0, ws_ypixel: 0 })?;
-        }
+        Some((rows, columns)) => resize(console, rows, columns)?,
         None => {
             let mut modes = tcgetattr(console)?;
             modes.local_modes.remove(LocalModes::ECHO);

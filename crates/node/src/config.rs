@@ -304,6 +304,11 @@ pub struct Vm {
     /// Seconds from one look at guests' pages to the next, 1 to 3600.
     #[serde(deserialize_with = "merge_seconds")]
     pub merge_seconds: u32,
+    /// Percent of one processor that it takes for that, shims included, 0.1 to 10000.
+    #[serde(deserialize_with = "merge_cpu_percent")]
+    pub merge_cpu_percent: f64,
+    /// Whether it merges blocks of 2 MiB as a whole, or not at all.
+    pub merge_blocks: bool,
 }
 
 impl Default for Vm {
@@ -316,12 +321,18 @@ impl Default for Vm {
             recycle_cpu_percent: 5.0,
             merge: true,
             merge_seconds: 60,
+            merge_cpu_percent: 50.0,
+            merge_blocks: false,
         }
     }
 }
 
 fn merge_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
     in_range("vm.merge_seconds", 1..=3600, deserializer)
+}
+
+fn merge_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    in_range("vm.merge_cpu_percent", 0.1..=10_000.0, deserializer)
 }
 
 fn recycle_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {

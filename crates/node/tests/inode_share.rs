@@ -76,7 +76,12 @@ impl Images {
         }];
         for (name, tree) in [("left", &left), ("right", &right)] {
             let mut image = Vec::new();
-            let data = Data { devices: &devices, own_blocks: 0, blobs: &segment.blobs };
+            let data = Data {
+                devices: &devices,
+                own_blocks: 0,
+                blobs: &segment.blobs,
+                fingerprints: true,
+            };
             write_data(tree, &data, &mut image).unwrap();
             fs::write(dir.path().join(name), image).unwrap();
         }
@@ -93,7 +98,7 @@ impl Images {
             let file = Content::object(size(COMMON), &common);
             tree.insert(tree.root(), b"one", meta(mode, 0), file).unwrap();
             let mut image = Vec::new();
-            let data = Data { devices: &[], own_blocks, blobs: &blobs };
+            let data = Data { devices: &[], own_blocks, blobs: &blobs, fingerprints: true };
             write_data(&tree, &data, &mut image).unwrap();
             image.extend_from_slice(&blocks);
             fs::write(dir.path().join(name), image).unwrap();

@@ -86,21 +86,17 @@ impl Memory {
         (self.start, self.pages * PAGE)
     }
 
-    /// Keeps a pool. It must be sealed, so that its content is that of the comparison for ever.
+    /// Keeps a pool, or a file of an image. Nobody may be able to write to it, so that its content is that
+    /// of the comparison for ever: it is sealed, or immutable.
     pub(crate) fn keep_pool(&mut self, number: u32, pages: usize, file: OwnedFd) -> io::Result<()> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
-        // SAFETY: takes a descriptor and integers.
-        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-        let needed = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
         // SAFETY: zeros are a value of this struct of integers, which the call fills.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
         // SAFETY: as above.
         let looked = unsafe { libc::fstat(file.as_raw_fd(), &raw mut stat) };
         let len = pages.checked_mul(PAGE).ok_or_else(invalid)?;
-        if seals & needed != needed
-            || looked != 0
-            || stat.st_size != libc::off_t::try_from(len).unwrap_or(-1)
-        {
+        let is_whole = looked == 0 && stat.st_size == libc::off_t::try_from(len).unwrap_or(-1);
+        if !is_whole || !never_changes(&file) {
             return Err(invalid());
         }
         // SAFETY: the kernel chooses the address.
@@ -109,6 +105,11 @@ impl Memory {
             old.unmap();
         }
         Ok(())
+    }
+
+    /// The pools: number, pages, descriptor.
+    pub(crate) fn pools(&self) -> impl ExactSizeIterator<Item = (u32, usize, &OwnedFd)> {
+        self.pools.iter().map(|(number, pool)| (*number, pool.pages, &pool.file))
     }
 
     /// Gives a pool up. What is mapped of it in the guest's memory stays.
@@ -433,6 +434,25 @@ impl Memory {
         failed
     }
 }
+
+/// Whether nobody can write to a file, or shorten it. Root can take the flag from an immutable one; then
+/// the guest's image would change as well.
+fn never_changes(file: &OwnedFd) -> bool {
+    // SAFETY: takes a descriptor and integers.
+    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+    let needed = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
+    if seals != -1 {
+        return seals & needed == needed;
+    }
+    let mut flags: libc::c_long = 0;
+    // SAFETY: the request fills an integer, which is long enough for those that fill a long as well.
+    let found =
+        unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
+    found == 0 && flags & FS_IMMUTABLE_FL != 0
+}
+
+/// `linux/fs.h`.
+const FS_IMMUTABLE_FL: libc::c_long = 0x10;
 
 impl Pool {
     fn unmap(self) {

@@ -80,6 +80,21 @@ fn serve() -> io::Result<()> {
     let fd = fd.ok_or(io::ErrorKind::NotFound)?;
     // SAFETY: whoever started the VMM opened it for us.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // Whoever connects asks the kernel which process listens (SO_PEERCRED): this one, from now on, and not
+    // the one that made the socket.
+    // SAFETY: takes a descriptor and an integer.
+    if unsafe { libc::listen(listener.as_raw_fd(), 16) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // A pool has a descriptor, and there may be a thousand.
+    // SAFETY: zeros are a limit, which the first call fills and the second one reads.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+    }
     // SAFETY: zeros are a signal set, which the calls fill; the mask is this thread's.
     let before = unsafe {
         let (mut all, mut before) = std::mem::zeroed::<(libc::sigset_t, libc::sigset_t)>();
@@ -116,6 +131,13 @@ fn answer_all(client: &mut UnixStream) -> io::Result<()> {
                 };
                 client.write_all(Plain::bytes(&[errno(kept)]))?;
             }
+            kind::POOLS => {
+                if let State::Ready(memory) = &*state() {
+                    tell_pools(client, memory)?;
+                } else {
+                    client.write_all(Plain::bytes(&[0_u32]))?;
+                }
+            }
             kind::FORGET => {
                 if let State::Ready(memory) = &mut *state() {
                     memory.forget_pool(head.argument);
@@ -135,6 +157,17 @@ fn answer_all(client: &mut UnixStream) -> io::Result<()> {
             _ => return Err(io::ErrorKind::InvalidData.into()),
         }
     }
+}
+
+fn tell_pools(client: &mut UnixStream, memory: &Memory) -> io::Result<()> {
+    let pools = memory.pools();
+    client.write_all(Plain::bytes(&[pools.len() as u32]))?;
+    for (number, pages, file) in pools {
+        let count = pages as u32;
+        let head = Head { kind: kind::POOLS, count, argument: number, reserved: 0 };
+        send(client, head, file)?;
+    }
+    Ok(())
 }
 
 /// Merges or converts a run. The lock is free between two: a balloon waits for one run at most.
@@ -172,6 +205,34 @@ fn errno(result: io::Result<()>) -> u32 {
     match result {
         Ok(()) => 0,
         Err(error) => error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs(),
+    }
+}
+
+/// Sends what begins a request, with a descriptor.
+fn send(client: &mut UnixStream, head: Head, file: &OwnedFd) -> io::Result<()> {
+    let mut heads = [head];
+    let bytes = Plain::bytes_mut(&mut heads);
+    let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    // Longer than a message with one descriptor, and aligned for it.
+    let mut control = [0_u64; 8];
+    // SAFETY: zeros are a value of this struct of integers and null pointers. The message has room for one
+    // header and one descriptor, and all that it points to lives through the call.
+    let sent = unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &raw mut vector;
+        message.msg_iovlen = 1;
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = libc::CMSG_SPACE(4) as _;
+        let first = libc::CMSG_FIRSTHDR(&raw const message);
+        (*first).cmsg_level = libc::SOL_SOCKET;
+        (*first).cmsg_type = libc::SCM_RIGHTS;
+        (*first).cmsg_len = libc::CMSG_LEN(4) as _;
+        libc::CMSG_DATA(first).cast::<i32>().write_unaligned(file.as_raw_fd());
+        libc::sendmsg(client.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+    };
+    match usize::try_from(sent) {
+        Err(_) => Err(io::Error::last_os_error()),
+        Ok(sent) => client.write_all(&Plain::bytes(&heads)[sent..]),
     }
 }
 

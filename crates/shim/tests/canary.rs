@@ -118,6 +118,12 @@ fn content(page: usize, word: usize) -> u64 {
     }
 }
 
+/// A page of a file, from a number on: the ten pages that are the same, again and again.
+fn repeats(pages: usize) -> Vec<u8> {
+    let word = |at: usize| content(at / WORDS, at % WORDS).to_ne_bytes();
+    (0..pages * WORDS).flat_map(word).collect()
+}
+
 struct Merger {
     socket: UnixStream,
 }
@@ -127,11 +133,7 @@ impl Merger {
     fn pool(&mut self, number: u32, sealed: bool) -> u32 {
         let fd = unsafe { libc::memfd_create(c"cofolio-pool".as_ptr(), libc::MFD_ALLOW_SEALING) };
         let file = unsafe { File::from_raw_fd(fd) };
-        for page in 0..1000 {
-            let words: Vec<u8> =
-                (0..WORDS).flat_map(|word| content(page, word).to_ne_bytes()).collect();
-            file.write_all_at(&words, (page * PAGE) as u64).unwrap();
-        }
+        file.write_all_at(&repeats(1000), 0).unwrap();
         if sealed {
             let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
             assert_eq!(unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, seals) }, 0);
@@ -161,6 +163,28 @@ impl Merger {
         let mut errno = [0_u32];
         self.socket.read_exact(Plain::bytes_mut(&mut errno)).unwrap();
         errno[0]
+    }
+
+    /// The numbers of the pools that the shim has.
+    fn pools(&mut self) -> Vec<u32> {
+        let head = Head { kind: kind::POOLS, ..Head::default() };
+        self.socket.write_all(Plain::bytes(&[head])).unwrap();
+        let mut count = [0_u32];
+        self.socket.read_exact(Plain::bytes_mut(&mut count)).unwrap();
+        let one = |_| {
+            // The descriptor is closed by the kernel where nobody takes it.
+            let mut head = [Head::default()];
+            self.socket.read_exact(Plain::bytes_mut(&mut head)).unwrap();
+            head[0].argument
+        };
+        (0..count[0]).map(one).collect()
+    }
+
+    fn forget(&mut self, number: u32) {
+        let head = Head { kind: kind::FORGET, argument: number, ..Head::default() };
+        self.socket.write_all(Plain::bytes(&[head])).unwrap();
+        let mut errno = [0_u32];
+        self.socket.read_exact(Plain::bytes_mut(&mut errno)).unwrap();
     }
 
     fn ask(&mut self, kind: u32, runs: &[Run]) -> Vec<Outcome> {
@@ -296,6 +320,92 @@ fn broken_pages_are_converted_and_merged_again() {
     assert_eq!(merged(&merger.ask(kind::MERGE, &[run(100, 4, 0, 20)])), 20);
     guest.check(|_| false);
     assert_eq!(merged(&merger.ask(kind::CONVERT, &[run(PAGES / 2, 0, 0, 20)])), 0);
+}
+
+/// A merger that begins must know what one before it has left: otherwise nothing could be merged with it.
+#[test]
+fn a_merger_finds_the_pools_of_an_earlier_one() {
+    let guest = guest();
+    let mut merger = guest.connect();
+    for number in merger.pools() {
+        merger.forget(number);
+    }
+    assert_eq!(merger.pools(), []);
+    assert_eq!((merger.pool(11, true), merger.pool(12, true)), (0, 0));
+    drop(merger);
+    let mut merger = guest.connect();
+    let mut found = merger.pools();
+    found.sort_unstable();
+    assert_eq!(found, [11, 12]);
+    merger.forget(11);
+    assert_eq!(merger.pools(), [12]);
+}
+
+/// A daemon can be killed at any moment: after a part of what it says, or while it waits for the answer.
+#[test]
+fn a_merger_can_be_killed_between_any_two_steps() {
+    let guest = guest();
+    guest.fill();
+    assert_eq!(guest.connect().pool(13, true), 0);
+    let runs = [run(0, 13, 0, 200), run(300, 13, 0, 100), run(PAGES - 256, ZEROS, 0, 256)];
+    let head = Head { kind: kind::MERGE, count: 3, ..Head::default() };
+    let request = [Plain::bytes(&[head]), Plain::bytes(&runs)].concat();
+    for length in 1..=request.len() {
+        let mut merger = guest.connect();
+        merger.socket.write_all(&request[..length]).unwrap();
+        drop(merger);
+    }
+    // The next one is answered when all of these are done. The request that was whole is carried out,
+    // whether anybody waits for the answer or not.
+    drop(guest.connect());
+    guest.check(|_| false);
+    assert!(guest.pooled() >= 300, "{}", guest.pooled());
+    // In the middle of converting and of giving a pool, as well.
+    for kind in [kind::CONVERT, kind::POOL, kind::FORGET, kind::POOLS, 99] {
+        let mut merger = guest.connect();
+        let head = Head { kind, count: 1, argument: 14, reserved: 0 };
+        merger.socket.write_all(Plain::bytes(&[head])).unwrap();
+    }
+    assert_eq!(merged(&guest.connect().ask(kind::CONVERT, &[run(0, 0, 0, 200)])), 200);
+    guest.check(|_| false);
+}
+
+/// What takes a page's place must stay as it is for ever: a file of an image is immutable.
+#[test]
+fn pages_of_an_immutable_file_are_merged() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = dir.path().join("a.segment");
+    std::fs::write(&path, repeats(1000)).unwrap();
+    let file = File::open(&path).unwrap();
+    let head = |number| Head { kind: kind::POOL, count: 1000, argument: number, reserved: 0 };
+    assert_eq!(merger.send_file(head(15), &file), libc::EINVAL.unsigned_abs());
+    let make_immutable = |is_immutable: bool| unsafe {
+        let (fd, mut flags) = (file.as_raw_fd(), 0 as libc::c_long);
+        libc::ioctl(fd, libc::FS_IOC_GETFLAGS as _, &raw mut flags);
+        let flags = if is_immutable { flags | 0x10 } else { flags & !0x10 };
+        libc::ioctl(fd, libc::FS_IOC_SETFLAGS as _, &raw const flags) == 0
+    };
+    if !make_immutable(true) {
+        println!("SKIP pages_of_an_immutable_file_are_merged: nothing can be made immutable here");
+        return;
+    }
+    let given = merger.send_file(head(15), &file);
+    let outcomes = merger.ask(kind::MERGE, &[run(0, 15, 0, 250), run(500, 15, 0, 250)]);
+    guest.check(|_| false);
+    // The kernel waits for pages of pools, but not for those of any file.
+    let back = merger.ask(kind::CONVERT, &[run(0, 0, 0, 250)]);
+    let discarded =
+        unsafe { libc::madvise(guest.start as *mut libc::c_void, 250 * PAGE, libc::MADV_DONTNEED) };
+    guest.check(|page| page < 250);
+    let is_gone = (0..250).all(|page| guest.word(page, 9).load(Relaxed) == 0);
+    merger.forget(15);
+    assert!(make_immutable(false));
+    assert_eq!((given, merged(&outcomes)), (0, 500), "{outcomes:?}");
+    assert_eq!(back[0].errno, libc::EINVAL.unsigned_abs());
+    assert_eq!((discarded, is_gone), (0, true));
 }
 
 /// vCPUs write to pages while these are merged, converted and discarded, and see what they wrote.

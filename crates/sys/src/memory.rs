@@ -1,4 +1,11 @@
-//! How the C library's allocator gives memory back.
+//! How the C library's allocator gives memory back, and memory that others have as well.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 
 /// From how many bytes on a block is a mapping of its own.
 #[cfg(target_env = "gnu")]
@@ -20,6 +27,25 @@ pub fn return_large_blocks() {
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_MAPPING_BYTES);
     }
+}
+
+/// A file in memory with these bytes, open for reading. Nobody can change it, also whoever runs as root
+/// and opens it anew through `/proc/self/fd`: the seals are of the file, not of the descriptor
+/// (memfd_create(2), fcntl(2)).
+/// Errors: those of memfd_create(2), write(2) and open(2).
+pub fn sealed(name: &str, bytes: &[u8]) -> io::Result<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+    let file = File::from(memfd_create(name, flags)?);
+    file.write_all_at(bytes, 0)?;
+    fcntl_add_seals(&file, SEALS | SealFlags::SEAL)?;
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE);
+
+/// Whether a file is in memory, and nobody can change it.
+pub fn is_sealed(file: &File) -> bool {
+    fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
 }
 
 /// Private memory as a VMM maps a guest's: at a multiple of 2 MiB, and with advice that says which it

@@ -57,7 +57,7 @@ const PAGE: f64 = 4096.0;
 /// emulator's own memory does not count. KSM must be off, and its settings are restored.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
-  cofolio-bench vm-density --kernel vmlinuz cofolio-canary --guests 8 --memory 2048 --json density.json
+  cofolio-bench vm-density --kernel vmlinuz cofolio-canary --guests 8 --memory 1024 --json density.json
 
 Exit codes: 0 the goals are met, or the run is smaller than they are of; 1 one is missed; others as for every command.")]
 pub(crate) struct Args {
@@ -68,7 +68,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
     guests: u32,
     /// MiB of each
-    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(384..=1 << 20))]
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(384..=1 << 20))]
     memory: u64,
     /// Seconds from one filling of a guest to the next
     #[arg(long, default_value_t = 150, value_parser = clap::value_parser!(u64).range(20..=86_400))]

@@ -2,6 +2,7 @@
 
 pub(crate) mod density;
 pub(crate) mod image;
+pub(crate) mod merge;
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -16,6 +17,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cofolio_cli::exit::{Exit, Fail};
 use cofolio_guest::Message;
 use cofolio_node::run_dir::RunDir;
+use cofolio_node::vm::merger::{Target, targets};
 use cofolio_store::{Domain, task::Cancel};
 use serde_json::Value;
 
@@ -106,6 +108,11 @@ impl<'d> Host<'d> {
         let dir = self.run.path().join("vms").join(name);
         let output = File::open(dir.join("output"))?;
         Ok(Machine { name: name.to_owned(), pid, dir, output, said: String::new() })
+    }
+
+    /// Those of its machines whose pages can be merged.
+    pub(crate) fn targets(&self) -> Vec<Target> {
+        targets(&self.run)
     }
 
     /// Fails if it was cancelled.

@@ -4,15 +4,18 @@
 pub(crate) mod worker;
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::exit::{Exit, Fail};
 use cofolio_node::vm::merger::{MergePolicy, Merger, Target};
+use cofolio_sys::pagemap::{Query, category, scan};
 use serde::Serialize;
 
 use crate::Outcome;
@@ -29,7 +32,7 @@ const DONE: f64 = 0.95;
 const ENGINE_MAX: Duration = Duration::from_secs(60);
 /// An engine goes on at least for so long, so that enough is written to what it has merged.
 const ENGINE_MIN: Duration = Duration::from_secs(5);
-/// From one look of a merger that has done its work to the next.
+/// The merger's period, once it has done its work.
 const PERIOD: Duration = Duration::from_secs(1);
 /// From one look at what was merged to the next.
 const LOOK: Duration = Duration::from_millis(20);
@@ -116,6 +119,8 @@ struct Ran {
     seconds: f64,
     /// Processor seconds of the engine until then.
     cpu_seconds: f64,
+    /// Seconds until new duplicates were merged, with the merger's period.
+    fresh_seconds: Vec<f64>,
     writes: u64,
     wrong: u64,
     p50_us: f64,
@@ -178,12 +183,15 @@ fn goals(args: &Args, rounds: &BTreeMap<Engine, Vec<Ran>>) -> Goals {
     // The bounds are of "at least": the inverse is at most.
     let speed = median(ksm, per_second) / median(ours, per_second);
     let cpu = median(ksm, per_cpu_second) / median(ours, per_cpu_second);
+    let fresh = ours.iter().flat_map(|ran| &ran.fresh_seconds).copied().fold(0.0, f64::max);
+    let period = PERIOD.as_secs_f64();
     let wrong: u64 = rounds.values().flatten().map(|ran| ran.wrong).sum();
     Goals::new(size, is_of_this_size)
         .at_most("KSM's pages per second, of the merger's", speed, 1.0 / SPEED_MIN, "")
         .at_most("KSM's pages per processor second, of the merger's", cpu, 1.0 / CPU_MIN, "")
         .at_most("p99 of a write", median(ours, |ran| ran.p99_us), P99_US_MAX, " us")
         .at_most("slowest write", median(ours, |ran| ran.slowest_us), STALL_US_MAX, " us")
+        .at_most("new duplicates were merged within, at worst", fresh, 2.0 * period + 1.0, " s")
         .at_most("wrong words, of all engines", wrong as f64, 0.0, "")
 }
 
@@ -290,7 +298,7 @@ fn run_engine(
             Ran { seconds: ENGINE_MIN.as_secs_f64(), ..Ran::default() }
         }
         Engine::Ksm | Engine::KsmDefaults => with_ksm(engine, enough)?,
-        Engine::Merger | Engine::MergerOne => with_merger(engine, &guests, enough)?,
+        Engine::Merger | Engine::MergerOne => with_merger(engine, &mut guests, pages, enough)?,
     };
     let mut all = ran;
     for guest in guests {
@@ -324,13 +332,13 @@ fn with_ksm(engine: Engine, enough: f64) -> Result<Ran> {
     Ok(ran)
 }
 
-fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
+fn with_merger(engine: Engine, guests: &mut [Guest], pages: usize, enough: f64) -> Result<Ran> {
     let threads = match engine {
         Engine::MergerOne => 1,
         _ => MergePolicy::default().threads,
     };
     // Single pages too, as KSM does. Two looks right behind each other: KSM does not wait either.
-    let policy = MergePolicy { run_min: 1, threads, ..MergePolicy::default() };
+    let policy = MergePolicy { run_min: 1, threads, period: PERIOD, ..MergePolicy::default() };
     let targets: Vec<Target> = guests
         .iter()
         .enumerate()
@@ -339,15 +347,13 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
             domain: "bench".to_owned(),
             pid: guest.child.id(),
             dir: guest.dir.path().to_owned(),
+            memory_bytes: pages as u64 * PAGE,
+            image: Vec::new(),
         })
         .collect();
     let shims = || -> f64 {
         let tasks = guests.iter().map(|guest| format!("/proc/{}/task", guest.child.id()));
         tasks.map(|tasks| threads::of(&tasks).seconds("cofolio-shim")).sum()
-    };
-    let own = || {
-        let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-        Duration::try_from(time).unwrap_or_default().as_secs_f64()
     };
     // The merger also counts merged pages that were written to since. So this counts the processes'
     // memory, less the pools.
@@ -357,7 +363,7 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
     };
     let mut merger = Merger::new(policy);
     let held = anonymous()?;
-    let (cpu_before, began) = (own() + shims(), Instant::now());
+    let (cpu_before, began) = (threads::own_seconds() + shims(), Instant::now());
     let mut ran = Ran::default();
     while began.elapsed() < ENGINE_MAX {
         let report = merger.pass(targets.clone(), &|line| eprintln!("{line}"));
@@ -368,10 +374,50 @@ fn with_merger(engine: Engine, guests: &[Guest], enough: f64) -> Result<Ran> {
         }
     }
     ran.seconds = began.elapsed().as_secs_f64();
-    ran.cpu_seconds = own() + shims() - cpu_before;
-    while began.elapsed() < ENGINE_MIN {
-        thread::sleep(PERIOD);
-        merger.pass(targets.clone(), &|line| eprintln!("{line}"));
-    }
+    ran.cpu_seconds = threads::own_seconds() + shims() - cpu_before;
+    ran.fresh_seconds = fresh(merger, &targets, guests)?;
+    thread::sleep(ENGINE_MIN.saturating_sub(began.elapsed()));
     Ok(ran)
+}
+
+/// Has guests put the same into new pages, again and again, while the merger keeps to its period: how long
+/// each time took until none of them had such a page of its own.
+fn fresh(mut merger: Merger, targets: &[Target], guests: &mut [Guest]) -> Result<Vec<f64>> {
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Relaxed) {
+                let report = merger.pass(targets.to_vec(), &|line| eprintln!("{line}"));
+                thread::sleep(report.wait);
+            }
+        });
+        let all = (0..worker::FRESH_RUNS).map(|_| fill(guests)).collect();
+        stop.store(true, Relaxed);
+        all
+    })
+}
+
+fn fill(guests: &mut [Guest]) -> Result<f64> {
+    let mut places = Vec::new();
+    for guest in guests {
+        let input = guest.child.stdin.as_mut().context("no input")?;
+        writeln!(input, "{}", worker::FILL)?;
+        let start: u64 = guest.line()?.trim().parse()?;
+        let addresses = start..start + worker::FRESH_RUN as u64 * PAGE;
+        places.push((File::open(format!("/proc/{}/pagemap", guest.child.id()))?, addresses));
+    }
+    let began = Instant::now();
+    let private = Query { mask: category::PRESENT, inverted: category::FILE, ..Query::default() };
+    loop {
+        let mut left = 0;
+        for (pagemap, addresses) in &places {
+            scan(pagemap, addresses.clone(), private, |it| left += it.end - it.start)?;
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        ensure!(began.elapsed() < ENGINE_MAX, "new pages are not merged in {seconds} s");
+        if left == 0 {
+            return Ok(seconds);
+        }
+        thread::sleep(LOOK);
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqC
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use cofolio_sys::memory::GuestMemory;
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +14,12 @@ const WORDS: usize = 512;
 /// Lengths of runs of pages: those that all guests have, and zeros.
 const COMMON_RUN: usize = 64;
 const ZERO_RUN: usize = 8;
+/// At the end of its memory each guest has so many runs of pages that are its own until it is told
+/// [`FILL`]: then it puts into one what all guests have, pages from this number on, and says the address.
+pub(super) const FRESH_RUNS: usize = 8;
+pub(super) const FRESH_RUN: usize = 64;
+pub(super) const FILL: &str = "fill";
+const FRESH: u64 = 1 << 50;
 /// Of a page the word that is written to.
 const WRITTEN: usize = 77;
 /// Between two writes the writer sleeps for this long, and then catches up.
@@ -109,14 +115,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.small {
         memory.without_huge_pages().context("keeping huge pages out")?;
     }
-    let kinds = layout(args.guest, args.pages);
-    ensure!(kinds.len() == args.pages, "the layout has {} pages", kinds.len());
+    let kinds = layout(args.guest, args.pages - FRESH_RUN * FRESH_RUNS);
     let words = memory.words();
-    for (page, kind) in kinds.iter().enumerate() {
-        for number in 0..WORDS {
-            words[page * WORDS + number].store(word(args.guest, *kind, number), Relaxed);
+    let fill = |words: &[AtomicU64], kind: &dyn Fn(usize) -> Kind| {
+        for (page, words) in words.chunks(WORDS).enumerate() {
+            for (number, it) in words.iter().enumerate() {
+                it.store(word(args.guest, kind(page), number), Relaxed);
+            }
         }
-    }
+    };
+    let (laid_out, fresh) = words.split_at(kinds.len() * WORDS);
+    fill(laid_out, &|page| kinds[page]);
+    fill(fresh, &|page| Kind::Own((kinds.len() + page) as u64));
     if args.ksm {
         memory.let_merge().context("asking for KSM")?;
     }
@@ -128,7 +138,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         scope.spawn(move || write(args, words, kinds, written, stop, said));
         let _ = writeln!(std::io::stdout(), "ready");
         // Until the benchmark is done with it, or has gone.
-        let _ = std::io::stdin().lock().lines().next();
+        let lines = std::io::stdin().lock().lines();
+        let runs = fresh.chunks(FRESH_RUN * WORDS);
+        let asked = lines.map_while(Result::ok).take_while(|line| line == FILL);
+        for (_, (number, run)) in asked.zip((0..).zip(runs)) {
+            fill(run, &|page| Kind::Common(FRESH + (number * FRESH_RUN + page) as u64));
+            let _ = writeln!(std::io::stdout(), "{}", run.as_ptr() as usize);
+        }
         stop.store(true, SeqCst);
     });
     let mut said = said.into_inner().unwrap_or_default();
@@ -162,7 +178,7 @@ fn write(
         while done < began.elapsed().as_secs_f64() * per_second && !stop.load(Relaxed) {
             done += 1.0;
             state = mix(state);
-            let page = usize::try_from(state % args.pages as u64).unwrap_or(0);
+            let page = usize::try_from(state % kinds.len() as u64).unwrap_or(0);
             let expected = written[page].unwrap_or_else(|| word(args.guest, kinds[page], WRITTEN));
             let place = &words[page * WORDS + WRITTEN];
             let value = state | 1;
@@ -192,7 +208,7 @@ fn write(
 
 /// Pages that merging can save in `guests` of so many pages, if nobody writes to them.
 pub(super) fn mergeable(guests: u64, pages: usize) -> u64 {
-    let kinds = layout(0, pages);
+    let kinds = layout(0, pages - FRESH_RUN * FRESH_RUNS);
     let count = |is_it: fn(&Kind) -> bool| kinds.iter().filter(|kind| is_it(kind)).count() as u64;
     let zeros = count(|kind| *kind == Kind::Zeros) * guests;
     zeros + count(|kind| matches!(kind, Kind::Common(_))) * (guests - 1)
@@ -213,7 +229,7 @@ mod tests {
             assert_eq!(count(kinds, |it| *it == Kind::Zeros), 1000);
             assert_eq!(count(kinds, |it| matches!(it, Kind::Common(_))), 62 * 64 + 500);
         }
-        assert_eq!(mergeable(4, 10_000), 4000 + 3 * (62 * 64 + 500));
+        assert_eq!(mergeable(4, 10_512), 4000 + 3 * (62 * 64 + 500));
         assert_eq!(word(0, Kind::Common(5), 3), word(1, Kind::Common(5), 3));
         assert_ne!(word(0, Kind::Own(5), 3), word(1, Kind::Own(5), 3));
     }

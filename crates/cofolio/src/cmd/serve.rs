@@ -153,6 +153,8 @@ fn settings(args: &Args, config: &Config) -> Settings {
         }),
         merge: vm.merge.then(|| MergePolicy {
             period: Duration::from_secs(vm.merge_seconds.into()),
+            share: vm.merge_cpu_percent / 100.0,
+            blocks: vm.merge_blocks,
             ..MergePolicy::default()
         }),
         ksm: ksm.steer.then(|| KsmPolicy { share: ksm.cpu_percent / 100.0 }),

@@ -3,6 +3,8 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::Stdio;
 
+use rustix::termios::{Winsize, tcsetwinsize};
+
 use super::common::terminal::Session;
 use super::common::{Killed, run_with_input};
 use super::host;
@@ -10,8 +12,9 @@ use super::host;
 #[test]
 fn a_console_is_attached_and_left() {
     let Some(host) = host("a_console_is_attached_and_left") else { return };
-    let script =
-        "echo ready; while read line; do echo \"got $line\"; [ \"$line\" != end ] || exit 4
+    let script = "trap 'echo now $(stty size)' WINCH; echo ready
+        while :; do read line || continue; echo \"got $line\"; [ \"$line\" != end ] || exit 4
+        [ \"$line\" != size ] || stty size
         [ \"$line\" != many ] || seq 1 300000; done";
     host.sh(&["--detach", "--interactive", "--name", "one"], script).ok();
     let console = ["vm", "console", "one"];
@@ -19,6 +22,12 @@ fn a_console_is_attached_and_left() {
     session.sees("ready");
     session.press("first\r");
     session.sees("got first");
+    // The console has the size of whoever's terminal is attached.
+    session.press("size\r");
+    session.sees("24 80");
+    let size = Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
+    tcsetwinsize(&session.slave, size).unwrap();
+    session.sees("now 30 100");
     host.run(&console).fails_with(7).refused("another `cofolio vm console`");
     session.press("\u{10}\u{11}");
     assert_eq!(session.ends(), Some(0));

@@ -1,7 +1,8 @@
 //! `cofolio vm run --disk`: changes that outlive the guest.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt as _;
+use std::process::Command;
 
 use super::common::machine::until;
 use super::common::{program, skip};
@@ -35,7 +36,7 @@ fn changes_on_a_disk_are_there_for_the_next_machine() {
     });
     let expected = format!("{}mine\nworker\n", written.stdout);
     assert!(said.starts_with(&expected) && said.contains("\n/data/d\n"), "{said}");
-    assert!(said.contains("/bin/text: No such file"), "{said}");
+    assert!(said.contains("/bin/text: No such file"), "{said} {expected:?}");
     until("what was removed is no longer on the host", || {
         (fs::metadata(&disk).unwrap().blocks() + (8_000_000 >> 9) < blocks).then_some(())
     });
@@ -60,5 +61,46 @@ fn changes_on_a_disk_are_there_for_the_next_machine() {
     assert_eq!(fs::read(&file).unwrap(), b"precious");
     host.sh(&["--disk", &host.text("none")], "exit 0").fails_with(125).refused("FILE:SIZE");
     assert!(!host.path("none").exists());
+    host.assert_clean();
+}
+
+/// A loop device, detached in the end.
+struct Loop(String);
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+impl Loop {
+    fn new(file: &str) -> Option<Self> {
+        let made = Command::new("losetup").args(["--find", "--show", file]).output().ok()?;
+        made.status.success().then(|| Self(String::from_utf8(made.stdout).unwrap().trim().into()))
+    }
+}
+
+#[test]
+fn a_disk_can_be_a_block_device() {
+    let test = "a_disk_can_be_a_block_device";
+    let Some(host) = host(test) else { return };
+    let Some(mkfs) = program("mkfs.ext4") else { return skip(test, "no mkfs.ext4") };
+    let file = host.text("file");
+    File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let Some(device) = Loop::new(&file) else { return skip(test, "no loop device") };
+    let disk = ["--disk", &device.0];
+    // Nothing is made of a device, whatever it has.
+    host.sh(&disk, "exit 0").fails_with(125).refused("`mkfs.ext4` makes one");
+    assert!(Command::new(mkfs).args(["-q", &device.0]).status().unwrap().success());
+    host.sh(&disk, "echo kept >/file").ok();
+    assert_eq!(host.sh(&disk, "cat /file").ok(), "kept\n");
+    // Two kernels would write to it.
+    let mnt = host.dir("mnt");
+    let mount = |args: &[&str]| Command::new("mount").args(args).arg(&mnt).status().unwrap();
+    if mount(&[&device.0]).success() {
+        let ran = host.sh(&disk, "exit 0");
+        assert!(Command::new("umount").arg(&mnt).status().unwrap().success());
+        ran.fails_with(125).refused("mounted on this machine");
+    }
     host.assert_clean();
 }

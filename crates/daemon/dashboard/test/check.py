@@ -47,7 +47,11 @@ ACTIVE = """(() => {
 VOID = {"meta", "link", "input", "img", "br"}
 TOTALS = ["saved_bytes", "resident_bytes", "used_bytes", "shared_bytes", "metadata_bytes"]
 # Numbers of the API that the page does not show.
-NOT_SHOWN = {"images-table": {"commons_bytes"}, "domains-table": {"commons_bytes"}}
+NOT_SHOWN = {
+    "images-table": {"commons_bytes"},
+    "domains-table": {"commons_bytes"},
+    "machines-table": {"pid", "attended"},
+}
 
 
 class Node:
@@ -168,7 +172,12 @@ class Checks:
 
     def marked(self, what, root):
         """Every visible digit belongs to a number with its exact value, or to foreign text."""
-        forms = {"data_bytes": size, "data_count": lambda n: f"{n:,}", "data_seconds": duration}
+        forms = {
+            "data_bytes": size,
+            "data_count": lambda n: f"{n:,}",
+            "data_seconds": duration,
+            "data_ms": lambda n: f"{n / 1000:g} s",
+        }
         for node in root.walk():
             if node.tag in ("script", "title", "style"):
                 continue
@@ -237,6 +246,33 @@ class Checks:
                 [(hexes[b], sharing["bytes"][a][b]) for b in order],
             )
 
+    def machines(self, what, root, report, inside):
+        machines = report["machines"]
+        self.equal(
+            f"{what}: machines are hidden", "hidden" in root.one("machines").attrs, not machines
+        )
+        note = root.one("machines-note")
+        self.equal(
+            f"{what}: what machines share",
+            [int(node.attrs["data_bytes"]) for node in note.find(data_bytes=True)],
+            [report["image_bytes"], report["pool_bytes"], report["returned_bytes"]],
+        )
+        latency = [report["latency"][it] for it in ("p50_ms", "p99_ms")]
+        self.equal(
+            f"{what}: latencies",
+            [int(node.attrs["data_ms"]) for node in note.find(data_ms=True)],
+            [it for it in latency if it is not None],
+        )
+        shown = sorted(filter(inside, machines), key=lambda m: -m["proportional_bytes"])[:50]
+        self.table(
+            what,
+            root,
+            "machines-table",
+            shown,
+            lambda m: m["name"],
+            lambda m: [m["name"], m["image_name"], m["recycling"]["refusal"] or ""],
+        )
+
     def page(self, what, text, data, domain=None, containers=None, images=None):
         """A whole page at its default sorts. `domain`: the one that is chosen."""
         root, report = Parser(text).root, data.report()
@@ -283,6 +319,7 @@ class Checks:
             images = sorted(filter(inside, report["images"]), key=lambda i: -i["resident_bytes"])[
                 :50
             ]
+        self.machines(what, root, data.machine_report(), inside)
         label = labels(report)
         self.table(
             what,

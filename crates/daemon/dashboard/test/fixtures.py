@@ -132,6 +132,29 @@ class Fixture:
             files=0,
             mounts=3 if hostile else 0,
         )
+        self.machines = [
+            dict(
+                name=f"vm{n}",
+                image_name=HOSTILE[n % len(HOSTILE)] if hostile else f"{APPS[n % 10]}:7",
+                domain=self.domains[n % domains],
+                pid=4000 + n,
+                attended=True,
+                memory_bytes=1 << 30,
+                used_bytes=pages(8000, 20000),
+                cache_bytes=pages(0, 9000),
+                unreturned_bytes=pages(0, 8000),
+                emulator_bytes=pages(9000, 12000),
+                merged_bytes=pages(0, 60000),
+                image_bytes=pages(500, 8000),
+                proportional_bytes=pages(30000, 60000),
+                zero_bytes=pages(0, 30000),
+                recycling=dict(
+                    free_bytes=pages(0, 90000),
+                    refusal=HOSTILE[n % len(HOSTILE)] if hostile and n % 2 else None,
+                ),
+            )
+            for n in range(containers // 4)
+        ]
         self.warnings = ["process 4711: /proc/4711/maps: Permission denied"]
         if hostile:
             self.warnings += HOSTILE
@@ -167,6 +190,22 @@ class Fixture:
             containers=self.containers,
             unknown=self.unknown,
             warnings=self.warnings,
+        )
+
+    def machine_report(self):
+        total = lambda field: sum(it[field] for it in self.machines)
+        return dict(
+            time=NOW,
+            machines=self.machines,
+            image_bytes=total("image_bytes") // 3,
+            pool_bytes=total("merged_bytes") // 4,
+            returned_bytes=9 << 30,
+            latency=dict(
+                p50_ms=1500 if self.machines else None,
+                p99_ms=None if self.hostile else 4000,
+                bytes=[],
+                byte_ms=0,
+            ),
         )
 
     def history(self):

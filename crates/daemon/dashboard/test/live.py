@@ -31,6 +31,9 @@ class Daemon:
     def report(self):
         return self.get("/v1/report")
 
+    def machine_report(self):
+        return self.get("/v1/machines")
+
     def history(self):
         return self.get("/v1/history")
 
@@ -49,6 +52,7 @@ def while_nothing_changes(browser, url):
         for domain in before.report()["domains"]:
             before.sharing(domain["domain"])
         before.history()
+        before.machine_report()
         if after.report() == before.report():
             return html, before
     raise RuntimeError("the daemon takes new figures all the time")

@@ -49,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         data = self.server.fixture
         if path == "/v1/report":
             return 200, data.report()
+        if path == "/v1/machines":
+            return 200, data.machine_report()
         if path == "/v1/history":
             return 200, data.history()
         if path == "/v1/sharing" and query.get("domain") in data.domains:

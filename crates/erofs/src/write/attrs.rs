@@ -186,9 +186,10 @@ impl<'t> Attrs<'t> {
         let Some(external) = self.tree.external(inode) else {
             return NodeAttrs { group, metacopy: None, redirect: None };
         };
-        if self.data.is_some() {
+        if let Some(data) = self.data {
             // Instead of a metacopy: the kernel looks for a fingerprint in every file.
             let content = external.object.or(external.digest);
+            let content = content.filter(|_| data.data.fingerprints);
             return NodeAttrs { group, metacopy: content.map(Attr::Fingerprint), redirect: None };
         }
         let redirect = match external.object {
@@ -314,8 +315,9 @@ impl<'t> Attrs<'t> {
     }
 
     fn count_external(&mut self, inode: InodeId, external: External) {
-        if self.data.is_some() {
-            if let Some(id) = external.object.or(external.digest) {
+        if let Some(data) = self.data {
+            if let Some(id) = external.object.or(external.digest).filter(|_| data.data.fingerprints)
+            {
                 self.fingerprints.count(id);
             }
             return;

@@ -91,6 +91,9 @@ pub struct Data<'a> {
     pub own_blocks: u32,
     /// The blobs on all devices and behind the image.
     pub blobs: &'a Blobs,
+    /// Each file has a fingerprint, for mounts with `inode_share`. Kernels before Linux 6.4 refuse
+    /// such images, since the fingerprint's name is a long prefix.
+    pub fingerprints: bool,
 }
 
 /// [`Data`] that was checked to hold all files of a tree.

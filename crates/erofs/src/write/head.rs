@@ -19,8 +19,11 @@ use crate::format::{
 const SUPER_END: u64 = SUPER_OFFSET + size_of::<SuperBlock>() as u64;
 
 /// The only long prefix of xattr names, [`FINGERPRINT`], as it is stored: its length, the number of
-/// the short prefix that it begins with (`trusted.`), and the rest.
-fn fingerprint_prefix() -> Vec<u8> {
+/// the short prefix that it begins with (`trusted.`), and the rest. Nothing without fingerprints.
+fn fingerprint_prefix(data: &Checked<'_>) -> Vec<u8> {
+    if !data.data.fingerprints {
+        return Vec::new();
+    }
     let (index, rest) = split_xattr_name(FINGERPRINT);
     let len = u16::try_from(1 + rest.len()).unwrap_or(u16::MAX);
     let mut bytes = len.to_le_bytes().to_vec();
@@ -38,7 +41,7 @@ fn prefixes_start(data: &Checked<'_>) -> u64 {
 pub(super) fn inodes_start(plan: &Plan<'_>) -> u64 {
     match plan.data {
         None => SUPER_END,
-        Some(data) => prefixes_start(data) + fingerprint_prefix().len() as u64,
+        Some(data) => prefixes_start(data) + fingerprint_prefix(data).len() as u64,
     }
 }
 
@@ -67,7 +70,12 @@ impl<W: Write> Image<'_, W> {
 
     fn write_data_head(&mut self, data: &Checked<'_>) -> Result<(), WriteError> {
         self.pad_to(SUPER_OFFSET)?;
-        let mut incompat = INCOMPAT_XATTR_PREFIXES | INCOMPAT_CHUNKED_FILE;
+        let (mut incompat, mut compat) =
+            (INCOMPAT_CHUNKED_FILE, COMPAT_MTIME | COMPAT_XATTR_FILTER);
+        if data.data.fingerprints {
+            incompat |= INCOMPAT_XATTR_PREFIXES;
+            compat |= COMPAT_ISHARE_XATTRS;
+        }
         if !data.data.devices.is_empty() {
             incompat |= INCOMPAT_DEVICE_TABLE;
         }
@@ -76,12 +84,16 @@ impl<W: Write> Image<'_, W> {
         }
         let too_many = |_| WriteError::TooLarge;
         let superblock = SuperBlock {
-            feature_compat: U32::new(COMPAT_MTIME | COMPAT_XATTR_FILTER | COMPAT_ISHARE_XATTRS),
+            feature_compat: U32::new(compat),
             feature_incompat: U32::new(incompat),
             extra_devices: U16::new(u16::try_from(data.data.devices.len()).map_err(too_many)?),
             devt_slotoff: U16::new(low16(low32(SUPER_END / size_of::<DeviceSlot>() as u64))),
-            xattr_prefix_count: 1,
-            xattr_prefix_start: U32::new(low32(prefixes_start(data) / 4)),
+            xattr_prefix_count: u8::from(data.data.fingerprints),
+            xattr_prefix_start: U32::new(if data.data.fingerprints {
+                low32(prefixes_start(data) / 4)
+            } else {
+                0
+            }),
             ..self.superblock()?
         };
         self.put(superblock.as_bytes())?;
@@ -94,7 +106,7 @@ impl<W: Write> Image<'_, W> {
             };
             self.put(slot.as_bytes())?;
         }
-        self.put(&fingerprint_prefix())
+        self.put(&fingerprint_prefix(data))
     }
 
     /// What all images have.

@@ -93,7 +93,8 @@ fn write_file(
 ) -> Result<(Digest, u64), WriteError> {
     use WriteError::Sink;
     let mut sink = Hashed { file, hasher: Hasher::new(), cancel };
-    let data = Data { devices: &[], own_blocks: blocks.count, blobs: &blocks.blobs };
+    let data =
+        Data { devices: &[], own_blocks: blocks.count, blobs: &blocks.blobs, fingerprints: true };
     write_data(tree, &data, &mut sink)?;
     blocks.copy_to(&mut sink).map_err(Sink)?;
     let size = sink.hasher.size();

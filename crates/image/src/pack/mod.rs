@@ -354,9 +354,7 @@ impl Plan {
                 }
                 _ => BlobData::Extents(extents),
             };
-            // Of no use to guests, which do not share inodes.
-            let is_shared = entry.size <= SHA256_SIZE_MAX && self.form != Form::Dax;
-            let sha256 = is_shared.then_some(entry.sha256);
+            let sha256 = (entry.size <= SHA256_SIZE_MAX).then_some(entry.sha256);
             self.blobs.insert(entry.object.0, Blob { sha256, data });
         }
     }
@@ -450,7 +448,9 @@ impl Plan {
         tree: &Tree,
     ) -> Result<PackReport, PackError> {
         let (segments, devices): (Vec<_>, Vec<_>) = self.segments.iter().cloned().unzip();
-        let data = Data { devices: &devices, own_blocks: 0, blobs: &self.blobs };
+        // Guests share no inodes.
+        let fingerprints = self.form != Form::Dax;
+        let data = Data { devices: &devices, own_blocks: 0, blobs: &self.blobs, fingerprints };
         let mut writer = staging.pack_writer(self.form.pack_kind(), image)?;
         write_data(tree, &data, &mut writer).map_err(|error| match error {
             WriteError::Sink(source) => match source.downcast::<Error>() {

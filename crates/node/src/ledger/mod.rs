@@ -85,6 +85,7 @@ pub use charges::CommonsAccount;
 pub use detail::{FileOrder, ImageFile, ImageFiles, ObjectUser, ResidentSharing, SharingImage};
 pub use error::{LedgerError, Result};
 pub use pressure::ReclaimPolicy;
+pub(crate) use pressure::stalled_percent;
 pub use reclaim::{ReclaimRequest, ReclaimTarget, Reclaimed};
 pub(crate) use superblocks::paths_of_objects;
 

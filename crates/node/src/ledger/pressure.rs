@@ -316,8 +316,8 @@ fn is_stalled(path: &Path, percent: f64) -> bool {
 }
 
 /// `avg10` of the line `some` (`Documentation/accounting/psi.rst`): the percentage of the last ten
-/// seconds in which at least one task waited for memory.
-fn stalled_percent(text: &str) -> Option<f64> {
+/// seconds in which at least one task waited.
+pub(crate) fn stalled_percent(text: &str) -> Option<f64> {
     let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
     some.split(' ').find_map(|field| field.strip_prefix("avg10="))?.parse().ok()
 }

@@ -4,12 +4,13 @@ use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, FileKind, StoredFile, verity};
+use cofolio_store::task::Task;
+use cofolio_store::{Contents, Digest, Domain, FileKind, StoredFile, verity};
 use rustix::fs::{AtFlags, StatxFlags};
 
-use super::Mounter;
 use super::error::{At as _, MountError};
 use super::kernel::open_dir;
+use super::{Check, Mounter};
 use crate::cache::leave_cache;
 
 impl Mounter<'_> {
@@ -36,6 +37,34 @@ impl Mounter<'_> {
         read.map_err(|error| damaged(image, error.to_string()))?;
         checked.map(|()| count)
     }
+}
+
+/// Checks an image of the store as far as that is asked for.
+///
+/// # Errors
+/// [`MountError::NoVerity`], [`MountError::Damaged`], [`MountError::Store`].
+pub(crate) fn check_image(
+    domain: &Domain,
+    image: &Digest,
+    check: Check,
+    contents: &dyn Contents,
+    task: &Task,
+) -> Result<(), MountError> {
+    let verity = domain.has_verity();
+    if check == Check::RequireVerity && !verity {
+        return Err(MountError::NoVerity(domain.objects_dir()));
+    }
+    if check != Check::None {
+        let file = domain.open_image(image)?;
+        check_digest(&file, image, verity)?.map_or(Ok(()), |reason| Err(damaged(image, reason)))?;
+    }
+    if check == Check::Verify {
+        let report = domain.verify_image(image, contents, task)?;
+        if let Some(found) = report.findings.first() {
+            return Err(damaged(image, format!("{}: {}", found.path, found.detail)));
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn damaged(image: &Digest, reason: String) -> MountError {

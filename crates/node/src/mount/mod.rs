@@ -55,6 +55,7 @@ use cofolio_store::{Contents, Digest, Domain, Error, Root, RootKind, now};
 use cofolio_sys::mount::MountAttr;
 use rustix::mount::MountAttrFlags;
 
+pub(crate) use check::check_image;
 pub use error::{Code, MountError};
 pub use idmap::IdMap;
 pub(crate) use in_use::Patience;
@@ -69,8 +70,9 @@ use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use records::{MountNumbers, MountPhase, MountRecord, PinRecord, Upper};
 pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions, Unmounted};
+pub(crate) use share::open_pack_files;
 pub(crate) use shown::ShownSuperblock;
-pub(crate) use sparse::WRITABLE_DIRS_MAX;
+pub(crate) use sparse::{WRITABLE_DIRS_MAX, checked as checked_writable_dirs};
 pub use upper::KeptChanges;
 pub(crate) use upper::{open_own, relocate, writable_dir};
 
@@ -190,17 +192,8 @@ impl<'a> Mounter<'a> {
         let dirs = sparse::checked(&request.writable_dirs)?;
         self.make_room(&target)?;
         let verity = self.domain.has_verity();
-        if request.check == Check::RequireVerity && !verity {
-            return Err(MountError::NoVerity(self.domain.objects_dir()));
-        }
-        if request.check != Check::None {
-            let file = self.domain.open_image(&request.image)?;
-            check::check_digest(&file, &request.image, verity)?
-                .map_or(Ok(()), |reason| Err(check::damaged(&request.image, reason)))?;
-        }
-        if request.check == Check::Verify {
-            self.verify(&request.image)?;
-        }
+        let Self { domain, contents, task, .. } = self;
+        check_image(domain, &request.image, request.check, *contents, task)?;
         let kernel = Kernel::new(&self.root)?;
         let id = self.run.id_of(&target);
         let (upper, claim) = self.choose_upper(request, dirs, &id, &kernel.boot_id)?;
@@ -466,14 +459,6 @@ impl<'a> Mounter<'a> {
                 Ok(())
             }
         }
-    }
-
-    /// Hashes the image and every object that it names.
-    fn verify(&self, image: &Digest) -> Result<(), MountError> {
-        let report = self.domain.verify_image(image, self.contents, &self.task)?;
-        report.findings.first().map_or(Ok(()), |found| {
-            Err(check::damaged(image, format!("{}: {}", found.path, found.detail)))
-        })
     }
 
     /// Unmounts the mount at a target, or with an id, and removes everything it needed.

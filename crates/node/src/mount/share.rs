@@ -9,7 +9,7 @@ use std::path::Path;
 
 use crate::settings::{DomainSettings as _, Secret};
 use cofolio_image::pack::segment::Segment;
-use cofolio_store::{Digest, Error, FileKind, StoredFile};
+use cofolio_store::{Contents, Digest, Domain, Error, FileKind, FileName, StoredFile};
 use cofolio_sys::mount::mount_id;
 use rustix::fs::CWD;
 
@@ -37,39 +37,15 @@ impl Packed {
 }
 
 impl Mounter<'_> {
-    /// Opens the pack of an image and its segments. Without fs-verity, hashes the pack and compares
-    /// the sizes of segments, so that none is truncated.
+    /// Opens the pack of an image and its segments, checked.
     pub(super) fn open_pack(&self, image: &Digest) -> Result<Packed, MountError> {
         let secret = self.domain.secret()?.ok_or(Error::NoPack(*image))?;
-        let verity = self.domain.has_verity();
         // Until all are open: `gc` replaces packs and rewrites segments.
         let _stays = self.domain.lock_names()?;
         let packs = self.domain.packs_of(FileKind::Pack, image)?;
-        let pack = packs.first().and_then(|pack| pack.digest().zip(Some(pack)));
-        let (digest, pack) = pack.ok_or(Error::NoPack(*image))?;
-        let file = self.domain.open_named(pack)?;
-        let invalid = |reason| MountError::PackInvalid { image: *image, reason };
-        check_digest(&file, &digest, verity)?.map_or(Ok(()), |it| Err(invalid(it)))?;
-        let mut segments = Vec::new();
-        let mut needed = Vec::new();
-        let visit = &mut |segment, _| needed.push(segment);
-        let read = self.contents.names(FileKind::Pack, &file, visit);
-        read.map_err(|error| invalid(error.to_string()))?;
-        for digest in needed {
-            let segment = self.domain.open_segment(&digest)?;
-            match verity {
-                true if measured(&segment)? != Some(digest) => {
-                    let path = segment.path();
-                    return Err(invalid(format!(
-                        "{path}: the kernel has another fs-verity digest"
-                    )));
-                }
-                true => {}
-                false => drop(Segment::blocks_of(self.domain, &digest)?),
-            }
-            segments.push(segment);
-        }
-        Ok(Packed { file, segments, secret, verity })
+        let pack = packs.first().ok_or(Error::NoPack(*image))?;
+        let (file, segments) = open_pack_files(self.domain, self.contents, image, pack)?;
+        Ok(Packed { file, segments, secret, verity: self.domain.has_verity() })
     }
 
     /// Mounts it, detached.
@@ -101,4 +77,37 @@ impl Mounter<'_> {
             _ => Err(MountError::NotShared(at.to_owned())),
         }
     }
+}
+
+/// Opens a pack of an image and its segments, in the order of its table. Without fs-verity, hashes the
+/// pack and compares the sizes of segments, so that none is truncated.
+pub(crate) fn open_pack_files(
+    domain: &Domain,
+    contents: &dyn Contents,
+    image: &Digest,
+    pack: &FileName,
+) -> Result<(StoredFile, Vec<StoredFile>), MountError> {
+    let verity = domain.has_verity();
+    let invalid = |reason| MountError::PackInvalid { image: *image, reason };
+    let digest = pack.digest().ok_or(Error::NoPack(*image))?;
+    let file = domain.open_named(pack)?;
+    check_digest(&file, &digest, verity)?.map_or(Ok(()), |it| Err(invalid(it)))?;
+    let mut needed = Vec::new();
+    let visit = &mut |segment, _| needed.push(segment);
+    let read = contents.names(pack.kind(), &file, visit);
+    read.map_err(|error| invalid(error.to_string()))?;
+    let mut segments = Vec::new();
+    for digest in needed {
+        let segment = domain.open_segment(&digest)?;
+        match verity {
+            true if measured(&segment)? != Some(digest) => {
+                let path = segment.path();
+                return Err(invalid(format!("{path}: the kernel has another fs-verity digest")));
+            }
+            true => {}
+            false => drop(Segment::blocks_of(domain, &digest)?),
+        }
+        segments.push(segment);
+    }
+    Ok((file, segments))
 }

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 pub(crate) const WRITABLE_DIRS_MAX: usize = 64;
 
 /// Checks the directories that a caller gave, and writes each in one way: `/var/lib`.
-pub(super) fn checked(dirs: &[PathBuf]) -> Result<Vec<PathBuf>, MountError> {
+pub(crate) fn checked(dirs: &[PathBuf]) -> Result<Vec<PathBuf>, MountError> {
     let mut checked: Vec<PathBuf> = Vec::new();
     for dir in dirs {
         let refuse = |problem: String| Err(problem_of(dir, problem));

@@ -7,20 +7,23 @@
 //! the VMM's own                         emulator
 //! ```
 //!
-//! How private pages divide is what the guest says of itself; all else is counted by the host.
+//! How private pages divide is what the guest says of itself; all else is counted by the host. What
+//! machines share is counted once in the report, and divided among them in `proportional_bytes`.
 
-use std::collections::HashMap;
-use std::fs::File;
+use std::collections::HashSet;
+use std::collections::hash_map::{Entry, HashMap};
+use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use cofolio_sys::pagemap::{Query, category, scan};
+use cofolio_sys::pagemap::{Query, Region, category, scan};
 use serde::{Deserialize, Serialize};
 
 use super::merger::Merging;
-use super::ram::{Ram, mapping};
-use super::recycler::Recycling;
+use super::ram::{Content, FileId, Mapping, Part, Piece, Ram, bytes, is_of_image, mapping};
+use super::recycler::{Latencies, Recycling};
 use super::{State, VmStatus};
 use crate::kernel_text;
 
@@ -46,7 +49,8 @@ pub struct VmAccount {
     pub cache_bytes: u64,
     /// Private pages that the guest has free and the host still holds.
     pub unreturned_bytes: u64,
-    /// Pages that were merged: pools have them once for all guests of the trust domain.
+    /// Pages that were merged: pools have them once for all guests of the trust domain, or the files of
+    /// the image.
     pub merged_bytes: u64,
     /// Pages of zeros, which the host does not hold.
     pub zero_bytes: u64,
@@ -54,6 +58,9 @@ pub struct VmAccount {
     pub image_bytes: u64,
     /// What the VMM takes for itself, in private pages.
     pub emulator_bytes: u64,
+    /// All private pages, and each page of pools and images divided by the number of places where
+    /// machines have it.
+    pub proportional_bytes: u64,
     /// What the recycler does with it.
     pub recycling: Recycling,
     /// What the merger has done with it.
@@ -74,13 +81,48 @@ pub struct VmReport {
     pub time: i64,
     /// By name.
     pub machines: Vec<VmAccount>,
+    /// Pages of images that machines have touched, each counted once.
+    pub image_bytes: u64,
     /// Bytes of the pools of merged pages.
     pub pool_bytes: u64,
     /// Bytes that pulses have returned since the daemon was started.
     pub returned_bytes: u64,
-    /// Freed bytes by how long they waited for their return: up to each of
-    /// [`LATENCY_MS`](super::recycler::LATENCY_MS), and last longer.
-    pub latency_bytes: Vec<u64>,
+    /// How long freed memory has waited for its return, since the daemon was started.
+    pub latency: Latency,
+}
+
+impl VmReport {
+    /// What the host holds for all of them.
+    pub fn host_bytes(&self) -> u64 {
+        let private: u64 = self.machines.iter().map(VmAccount::private_bytes).sum();
+        private + self.image_bytes + self.pool_bytes
+    }
+}
+
+/// How long freed memory has waited for its return to the host.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Latency {
+    /// Within how many milliseconds half of it was returned, at most; none if nothing was, or later
+    /// than the classes say.
+    pub p50_ms: Option<u64>,
+    /// The same for 99 %.
+    pub p99_ms: Option<u64>,
+    /// Bytes by how long they waited: up to each of [`LATENCY_MS`](super::recycler::LATENCY_MS), and
+    /// last longer.
+    pub bytes: Vec<u64>,
+    /// How many milliseconds all bytes together have waited.
+    pub byte_ms: u64,
+}
+
+impl From<&Latencies> for Latency {
+    fn from(it: &Latencies) -> Self {
+        Self {
+            p50_ms: it.quantile_ms(0.5),
+            p99_ms: it.quantile_ms(0.99),
+            bytes: it.bytes.to_vec(),
+            byte_ms: it.byte_ms,
+        }
+    }
 }
 
 /// Takes accounts, and remembers where the memory of each machine is.
@@ -96,7 +138,27 @@ struct Known {
     ram: Ram,
     pagemap: File,
     /// Where the files of the image are mapped.
-    image: Vec<Range<u64>>,
+    image: Vec<Piece>,
+}
+
+/// The account of a machine, but for what it shares.
+struct Taken {
+    account: VmAccount,
+    image: Vec<Part>,
+    pools: Vec<Part>,
+    /// What each file takes that `pools` are parts of.
+    pool_files: Vec<(FileId, u64)>,
+}
+
+/// Accounts of all machines at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Taking {
+    /// In the order in which they were asked for.
+    pub machines: Vec<VmAccount>,
+    /// Pages of images that machines have touched, each counted once.
+    pub image_bytes: u64,
+    /// What the files take that they have merged pages of.
+    pub pool_bytes: u64,
 }
 
 /// What is known of a machine besides.
@@ -116,29 +178,46 @@ impl Default for Accounts {
 
 impl Accounts {
     /// Accounts of machines that run. One that ends meanwhile has none.
-    pub fn take(&mut self, list: &[VmStatus], besides: impl Fn(&str) -> Besides) -> Vec<VmAccount> {
-        let living: Vec<u32> = list.iter().filter_map(|status| status.pid).collect();
+    pub fn take(&mut self, list: &[VmStatus], besides: impl Fn(&str) -> Besides) -> Taking {
+        let living: HashSet<u32> = list.iter().filter_map(|status| status.pid).collect();
         self.known.retain(|pid, _| living.contains(pid));
-        let account = |status| self.account(status, besides(&status.record.name)).ok();
-        list.iter().filter(|status| status.pid.is_some()).filter_map(account).collect()
+        let mut taken = Vec::new();
+        for status in list {
+            let besides = besides(&status.record.name);
+            taken.extend(status.pid.and_then(|pid| self.account(pid, status, besides).ok()));
+        }
+        let of = |parts: fn(&Taken) -> &[Part]| divide(taken.iter().map(parts));
+        let ((image_bytes, images), (_, pools)) = (of(|it| &it.image), of(|it| &it.pools));
+        let mut files = HashSet::new();
+        let pool_files = taken.iter().flat_map(|it| &it.pool_files);
+        let pool_bytes = pool_files.filter(|(file, _)| files.insert(*file)).map(|it| it.1).sum();
+        let shares = images.into_iter().zip(pools);
+        let machines = taken.into_iter().zip(shares).map(|(taken, (image, pools))| VmAccount {
+            proportional_bytes: taken.account.private_bytes() + whole(image + pools),
+            ..taken.account
+        });
+        Taking { machines: machines.collect(), image_bytes, pool_bytes }
     }
 
-    fn account(&mut self, status: &VmStatus, besides: Besides) -> io::Result<VmAccount> {
-        let pid = status.pid.ok_or(io::ErrorKind::NotFound)?;
+    fn account(&mut self, pid: u32, status: &VmStatus, besides: Besides) -> io::Result<Taken> {
         let record = &status.record;
-        if !self.known.contains_key(&pid) {
-            self.known.insert(pid, Known::find(&self.proc, pid, record.memory_bytes)?);
-        }
-        let known = self.known.get(&pid).ok_or(io::ErrorKind::NotFound)?;
-        let resident = known.ram.resident()?;
+        let known = match self.known.entry(pid) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(Known::find(&self.proc, pid, record.memory_bytes)?),
+        };
+        let content = known.ram.content()?;
+        let mut image = known.image_parts()?;
+        let image_bytes = bytes(&image);
+        let (merged_bytes, shared) = (content.merged_bytes(), content.shared_bytes());
+        let Content { resident, pool_pieces, pools, images } = content;
         let private = resident.private();
         let free = besides.recycling.as_ref().map(|it| it.free_bytes);
         let caches = besides.recycling.as_ref().map_or(0, |it| it.cache_bytes);
         // What the guest does not have free, it uses; of that it may never have touched some.
         let needed = free.map_or(u64::MAX, |free| record.usable_bytes().saturating_sub(free));
-        let unreturned = resident.bytes.saturating_sub(needed).min(private);
+        let unreturned = (private + shared).saturating_sub(needed).min(private);
         let cache = caches.min(private - unreturned);
-        Ok(VmAccount {
+        let account = VmAccount {
             name: record.name.clone(),
             image_name: record.image_name().to_owned(),
             domain: record.domain.clone(),
@@ -148,13 +227,20 @@ impl Accounts {
             used_bytes: private - unreturned - cache,
             cache_bytes: cache,
             unreturned_bytes: unreturned,
-            merged_bytes: known.ram.merged()?,
-            zero_bytes: known.ram.zeros()?,
-            image_bytes: known.image_bytes()?,
+            merged_bytes,
+            zero_bytes: resident.zeros,
+            image_bytes,
             emulator_bytes: known.ram.emulator(private)?,
+            proportional_bytes: 0,
             recycling: besides.recycling.unwrap_or_default(),
             merging: besides.merging,
-        })
+        };
+        let mut files = HashMap::new();
+        for piece in &pool_pieces {
+            files.entry(piece.file).or_insert_with(|| file_bytes(&self.proc, pid, piece));
+        }
+        image.extend(images);
+        Ok(Taken { account, image, pools, pool_files: files.into_iter().collect() })
     }
 }
 
@@ -163,20 +249,69 @@ impl Known {
         let ram = Ram::find(proc, pid, memory_bytes)?;
         let dir = proc.join(pid.to_string());
         let maps = kernel_text::read(&dir.join("maps"))?;
-        let mappings = maps.lines().filter_map(mapping).filter(|it| is_of_image(it.name));
-        let image = mappings.map(|it| it.addresses).collect();
+        // Those in the guest's memory are merged pages.
+        let is_device = |it: &Mapping<'_>| is_of_image(it.name) && it.access.ends_with('s');
+        let mappings = maps.lines().filter_map(mapping).filter(is_device);
+        let image = mappings.map(|it| it.piece()).collect();
         Ok(Self { ram, pagemap: File::open(dir.join("pagemap"))?, image })
     }
 
-    fn image_bytes(&self) -> io::Result<u64> {
+    /// What the machine has touched of its image.
+    fn image_parts(&self) -> io::Result<Vec<Part>> {
         let query = Query { mask: category::PRESENT, ..Query::default() };
-        let mut bytes = 0;
-        for range in &self.image {
-            let count = |region: cofolio_sys::pagemap::Region| bytes += region.end - region.start;
-            scan(&self.pagemap, range.clone(), query, count)?;
+        let mut parts = Vec::new();
+        for piece in &self.image {
+            scan(
+                &self.pagemap,
+                piece.addresses.clone(),
+                query,
+                |Region { start, end, .. }| {
+                    parts.push(piece.part(start..end));
+                },
+            )?;
         }
-        Ok(bytes)
+        Ok(parts)
     }
+}
+
+/// Divides parts of files among machines: how many bytes they have together, each counted once, and for
+/// each machine, how many it has if each byte is divided by the number of places where it is.
+fn divide<'p>(machines: impl Iterator<Item = &'p [Part]>) -> (u64, Vec<f64>) {
+    let (mut shares, mut ends) = (Vec::new(), Vec::new());
+    for (machine, parts) in machines.enumerate() {
+        shares.push(0.0);
+        for (file, part) in parts {
+            ends.push((*file, part.start, 1, machine));
+            ends.push((*file, part.end, -1, machine));
+        }
+    }
+    ends.sort_unstable();
+    // Up to `last` of a file: bytes that somebody has, the sum of what one place gets of each of them, and
+    // the number of places that begin and do not end before. At the end of a file that is 0.
+    let (mut all, mut each, mut places, mut last) = (0, 0.0, 0_i64, 0);
+    for (_, at, change, machine) in ends {
+        if places > 0 {
+            all += at - last;
+            each += (at - last) as f64 / places as f64;
+        }
+        shares[machine] -= f64::from(change) * each;
+        places += i64::from(change);
+        last = at;
+    }
+    (all, shares)
+}
+
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a sum of sizes")]
+fn whole(bytes: f64) -> u64 {
+    bytes.round() as u64
+}
+
+/// What a file takes, that has no name any more: `stat` of what the process has mapped there.
+fn file_bytes(proc: &Path, pid: u32, piece: &Piece) -> u64 {
+    let Range { start, end } = piece.addresses;
+    let path = proc.join(format!("{pid}/map_files/{start:x}-{end:x}"));
+    // Unmapped meanwhile, it takes nothing.
+    fs::metadata(path).map_or(0, |file| file.blocks() * 512)
 }
 
 /// Files of the image that a VMM has mapped.
@@ -189,7 +324,29 @@ pub fn mapped_image_files(proc: &Path, pid: u32) -> io::Result<Vec<PathBuf>> {
     Ok(names.filter(|name| is_of_image(name)).map(PathBuf::from).collect())
 }
 
-/// Whether a file is a pack or a segment.
-fn is_of_image(path: &str) -> bool {
-    path.ends_with(".segment") || path.ends_with(".dax")
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: FileId = (1, 7);
+    const OTHER: FileId = (1, 8);
+
+    #[test]
+    fn shared_bytes_are_counted_once_and_divided() {
+        let one = [(FILE, 0..100), (OTHER, 0..10)];
+        let two = [(FILE, 50..150)];
+        // The same bytes at two places.
+        let three = [(OTHER, 0..10), (FILE, 90..100), (OTHER, 5..10)];
+        let (all, shares) = divide([&one[..], &two, &three].into_iter());
+        assert_eq!(all, 160);
+        let expected = [
+            50.0 + 40.0 / 2.0 + 10.0 / 3.0 + 5.0 / 2.0 + 5.0 / 3.0,
+            40.0 / 2.0 + 10.0 / 3.0 + 50.0,
+            5.0 / 2.0 + 5.0 / 3.0 * 2.0 + 10.0 / 3.0,
+        ];
+        for (share, expected) in shares.iter().zip(expected) {
+            assert!((share - expected).abs() < 1e-9, "{shares:?}");
+        }
+        assert!((shares.iter().sum::<f64>() - 160.0).abs() < 1e-9);
+    }
 }

@@ -7,11 +7,12 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cofolio_guest::Message;
 use cofolio_store::task::Cancel;
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags};
 
 use super::error::{Result, VmError};
-use super::{Machines, State};
+use super::{Machines, State, socket};
 use crate::mount::At as _;
 use crate::run_dir::running::{is_locked, kept_exit_status};
 use crate::run_dir::{is_at, try_flock};
@@ -26,6 +27,8 @@ const PIECE_BYTES: usize = 64 << 10;
 #[derive(Debug)]
 pub struct Console {
     dir: PathBuf,
+    /// What it said before the file `output` was begun.
+    earlier: Option<File>,
     output: File,
     input: Option<File>,
 }
@@ -58,7 +61,7 @@ impl Machines<'_> {
             }
             other => other.at("opening", &path)?,
         };
-        let mut console = Console { dir, output, input: None };
+        let mut console = Console::new(dir, output);
         if state == State::Ended {
             return Ok(console);
         }
@@ -78,15 +81,36 @@ impl Machines<'_> {
 }
 
 impl Console {
+    fn new(dir: PathBuf, output: File) -> Self {
+        let earlier = dir.join("output.1");
+        // It may have been put aside since it was opened.
+        let is_it = output.try_clone().is_ok_and(|output| is_at(&output.into(), &earlier));
+        let earlier = if is_it { None } else { File::open(&earlier).ok() };
+        Self { dir, earlier, output, input: None }
+    }
+
     /// Where its input goes, once; none if the machine was started without.
     pub fn take_input(&mut self) -> Option<File> {
         self.input.take()
     }
 
+    /// Gives it other sizes, in rows and columns; without effect where no process waits for the machine.
+    pub fn resizer(&self) -> impl Fn(u16, u16) + Send + use<> {
+        let dir = self.dir.clone();
+        move |rows, columns| {
+            let control = socket::connect(&dir, "control");
+            let _ = control.map(|mut it| Message::Size(rows, columns).write(&mut it));
+        }
+    }
+
     /// Leaves out what was said long ago.
     fn skip(&mut self) -> io::Result<()> {
-        let size = self.output.metadata()?.len();
-        self.output.seek(SeekFrom::Start(size.saturating_sub(BEFORE_BYTES_MAX)))?;
+        let mut most = BEFORE_BYTES_MAX;
+        for file in [&mut self.output].into_iter().chain(&mut self.earlier) {
+            let size = file.metadata()?.len();
+            file.seek(SeekFrom::Start(size.saturating_sub(most)))?;
+            most = most.saturating_sub(size);
+        }
         Ok(())
     }
 
@@ -96,16 +120,19 @@ impl Console {
     /// # Errors
     /// Those of reading and writing.
     pub fn follow(&mut self, to: &mut dyn Write, detached: &Cancel) -> io::Result<Option<u8>> {
+        if let Some(mut earlier) = self.earlier.take() {
+            copy(&mut earlier, to)?;
+        }
         loop {
             // Before what it says: whatever an ended one has said is there.
             let has_ended = !is_locked(&self.dir).map_err(io::Error::other)?;
-            self.copy(to)?;
+            copy(&mut self.output, to)?;
             // A full file was put aside, and another one begun.
             let path = self.dir.join("output");
             if !is_at(&self.output.try_clone()?.into(), &path)
                 && let Ok(next) = File::open(&path)
             {
-                self.copy(to)?;
+                copy(&mut self.output, to)?;
                 self.output = next;
                 continue;
             }
@@ -118,14 +145,15 @@ impl Console {
             std::thread::sleep(LOOK);
         }
     }
+}
 
-    fn copy(&mut self, to: &mut dyn Write) -> io::Result<()> {
-        let mut piece = vec![0; PIECE_BYTES];
-        loop {
-            match self.output.read(&mut piece)? {
-                0 => return to.flush(),
-                length => to.write_all(&piece[..length])?,
-            }
+/// Copies the rest of a file.
+fn copy(file: &mut File, to: &mut dyn Write) -> io::Result<()> {
+    let mut piece = vec![0; PIECE_BYTES];
+    loop {
+        match file.read(&mut piece)? {
+            0 => return to.flush(),
+            length => to.write_all(&piece[..length])?,
         }
     }
 }
@@ -179,14 +207,44 @@ mod tests {
         let path = |name: &str| dir.path().join(name);
         std::fs::write(path("output"), "one ").expect("written");
         let output = File::open(path("output")).expect("opened");
-        let mut console = Console { dir: dir.path().to_owned(), output, input: None };
+        let mut console = Console::new(dir.path().to_owned(), output);
         let mut said = Vec::new();
-        console.copy(&mut said).expect("copied");
+        copy(&mut console.output, &mut said).expect("copied");
         std::fs::write(path("output"), "one two ").expect("written");
         std::fs::rename(path("output"), path("output.1")).expect("renamed");
         std::fs::write(path("output"), "three").expect("written");
         std::fs::write(path("exit"), "3").expect("written");
         assert_eq!(console.follow(&mut said, &Cancel::default()).expect("followed"), Some(3));
         assert_eq!(said, b"one two three");
+    }
+
+    /// Right after a file was put aside, nothing was shown that was said before.
+    #[test]
+    fn what_was_put_aside_is_shown_first() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| dir.path().join(name);
+        let earlier = "e".repeat(20 << 10);
+        std::fs::write(path("output.1"), &earlier).expect("written");
+        std::fs::write(path("output"), "now").expect("written");
+        let attach = || {
+            let output = File::open(path("output")).expect("opened");
+            Console::new(dir.path().to_owned(), output)
+        };
+        let followed = |mut console: Console| {
+            let mut said = Vec::new();
+            console.follow(&mut said, &Cancel::default()).expect("followed");
+            String::from_utf8(said).expect("text")
+        };
+        // All that is kept, or the end of it.
+        assert_eq!(followed(attach()), format!("{earlier}now"));
+        let mut console = attach();
+        console.skip().expect("skipped");
+        assert_eq!(followed(console), format!("{}now", &earlier[..(16 << 10) - 3]));
+        // It is put aside while somebody attaches.
+        let output = File::open(path("output")).expect("opened");
+        std::fs::rename(path("output"), path("output.1")).expect("renamed");
+        std::fs::write(path("output"), " and then").expect("written");
+        let console = Console::new(dir.path().to_owned(), output);
+        assert_eq!(followed(console), "now and then");
     }
 }

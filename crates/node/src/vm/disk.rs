@@ -6,20 +6,24 @@
 //!        work     the overlay's
 //! ```
 
-use std::fs::File;
+use std::ffi::OsStr;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{
+    FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, fchown,
+};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::str::FromStr;
 
-use rustix::fs::{FlockOperation, SeekFrom};
+use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, SeekFrom, renameat_with};
 use rustix::io::Errno;
 
 use super::error::{Result, VmError};
 use crate::mount::At as _;
 use crate::programs;
-use crate::run_dir::try_flock;
+use crate::run_dir::{is_at, try_flock};
 use crate::size::Size;
 
 /// Its filesystem, and what a guest's kernel needs for it.
@@ -28,6 +32,8 @@ pub(super) const MODULES: [&str; 2] = ["virtio_blk", "ext4"];
 /// `fs/ext4/ext4.h`: `s_magic`, in the superblock at 1024.
 const MAGIC_OFFSET: u64 = 1024 + 56;
 const MAGIC: [u8; 2] = 0xEF53_u16.to_le_bytes();
+/// The end of the name that a file has until it is a disk.
+const ASIDE: &str = ".cofolio-new";
 
 /// Which disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,13 +44,17 @@ pub struct DiskRequest {
     pub size: Option<Size>,
 }
 
-impl DiskRequest {
+impl FromStr for DiskRequest {
+    type Err = String;
+
     /// `FILE` or `FILE:SIZE`. What is no size belongs to the file's name.
-    pub fn parse(text: &str) -> Self {
-        let sized = text.rsplit_once(':').filter(|(path, _)| !path.is_empty());
-        match sized.and_then(|(path, size)| Some((path, size.parse().ok()?))) {
-            Some((path, size)) => Self { path: path.into(), size: Some(size) },
-            None => Self { path: text.into(), size: None },
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sized = text.rsplit_once(':').and_then(|(path, size)| Some((path, size.parse().ok()?)));
+        match sized {
+            None if text.is_empty() => Err("the name of the file is empty".to_owned()),
+            None => Ok(Self { path: text.into(), size: None }),
+            Some(("", _)) => Err(format!("no file before the size; one of that name is ./{text}")),
+            Some((path, size)) => Ok(Self { path: path.into(), size: Some(size) }),
         }
     }
 }
@@ -66,17 +76,21 @@ pub(super) fn open(request: &DiskRequest) -> Result<Disk> {
     let path = std::path::absolute(&request.path).at("resolving", &request.path)?;
     let wrong = |why: &str| VmError::Disk { path: path.clone(), why: why.to_owned() };
     let mut options = File::options();
-    options.read(true).write(true).create(request.size.is_some()).mode(0o600);
-    let file = match options.open(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && request.size.is_none() => {
-            return Err(wrong("it does not exist; FILE:SIZE makes one"));
+    // Of a block device this is a claim, which excludes mounts and other claims (open(2)).
+    options.read(true).write(true).custom_flags(OFlags::EXCL.bits().cast_signed());
+    let file = match (options.open(&path), request.size) {
+        (Err(error), size) if error.kind() == io::ErrorKind::NotFound => {
+            let size = size.ok_or_else(|| wrong("it does not exist; FILE:SIZE makes one"))?;
+            return make(path, None, size.0);
         }
-        other => other.at("opening", &path)?,
+        (Err(error), _) if error.kind() == io::ErrorKind::ResourceBusy => {
+            return Err(wrong("it is mounted on this machine, or another program has it"));
+        }
+        (opened, _) => opened.at("opening", &path)?,
     };
-    let lock = OwnedFd::from(file.try_clone().at("opening", &path)?);
-    if !try_flock(&lock, FlockOperation::NonBlockingLockExclusive, &path)? {
-        return Err(VmError::DiskInUse(path));
-    }
+    // A link stays one.
+    let path = std::fs::canonicalize(&path).at("resolving", &path)?;
+    let lock = lock(&file, &path)?;
     let kind = file.metadata().at("looking at", &path)?;
     if !kind.is_file() && !kind.file_type().is_block_device() {
         return Err(wrong("it is neither a file nor a block device"));
@@ -86,16 +100,26 @@ pub(super) fn open(request: &DiskRequest) -> Result<Disk> {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => false,
         read => read.at("reading", &path).map(|()| magic == MAGIC)?,
     };
-    if !is_filesystem {
-        if !kind.is_file() {
-            return Err(wrong("it has no ext4; `mkfs.ext4` makes one"));
-        }
-        if !is_empty(&file).at("reading", &path)? {
-            return Err(wrong("it has something that is no ext4, and is left as it is"));
-        }
-        make(&file, kind.len(), request.size, &path)?;
+    if is_filesystem {
+        return Ok(Disk { path, lock });
     }
-    Ok(Disk { path, lock })
+    if !kind.is_file() {
+        return Err(wrong("it has no ext4; `mkfs.ext4` makes one"));
+    }
+    if !is_empty(&file).at("reading", &path)? {
+        return Err(wrong("it has something that is no ext4, and is left as it is"));
+    }
+    match (kind.len(), request.size) {
+        (0, None) => Err(wrong("it is empty; FILE:SIZE gives it a size")),
+        (0, Some(Size(size))) | (size, _) => make(path, Some(&kind), size),
+    }
+}
+
+/// Locks the file at a path, which must not have been replaced.
+fn lock(file: &File, path: &Path) -> Result<OwnedFd> {
+    let lock = OwnedFd::from(file.try_clone().at("opening", path)?);
+    let is_ours = try_flock(&lock, FlockOperation::NonBlockingLockExclusive, path)?;
+    if is_ours && is_at(&lock, path) { Ok(lock) } else { Err(VmError::DiskInUse(path.to_owned())) }
 }
 
 /// Whether a file has nothing but holes.
@@ -108,32 +132,56 @@ fn is_empty(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Makes the filesystem. If that fails the file is as empty as it was.
-fn make(file: &File, len: u64, size: Option<Size>, path: &Path) -> Result<()> {
-    let wrong = |why: String| VmError::Disk { path: path.to_owned(), why };
+/// Makes a disk, in the place of an empty file if there is one. It is made under another name: a
+/// process that is killed leaves nothing at the path, and the next one goes on with what it left.
+fn make(path: PathBuf, empty: Option<&Metadata>, size: u64) -> Result<Disk> {
+    let wrong = |why: String| VmError::Disk { path: path.clone(), why };
     let program = programs::find("mkfs.ext4").ok_or_else(|| {
         VmError::Unsupported(
             "mkfs.ext4, which makes a new disk's filesystem, is not installed".into(),
         )
     })?;
-    let size = match (len, size) {
-        (0, None) => return Err(wrong("it is empty; FILE:SIZE gives it a size".to_owned())),
-        (0, Some(Size(size))) => size,
-        (len, _) => len,
+    let name = path.file_name().ok_or_else(|| wrong("it has no name".to_owned()))?;
+    let aside = path.with_file_name([OsStr::new("."), name, ASIDE.as_ref()].join(OsStr::new("")));
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let file = options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(&aside);
+    let file = file.at("creating", &aside)?;
+    // A killed process' `mkfs.ext4` has the lock, too, until it has ended.
+    let lock = lock(&file, &aside).map_err(|error| match error {
+        VmError::DiskInUse(_) => VmError::DiskInUse(path.clone()),
+        other => other,
+    })?;
+    let fill = || -> Result<()> {
+        file.set_len(0).and_then(|()| file.set_len(size)).at("resizing", &aside)?;
+        if let Some(empty) = empty {
+            fchown(&file, Some(empty.uid()), Some(empty.gid()))
+                .at("setting the owner of", &aside)?;
+            file.set_permissions(empty.permissions()).at("setting the mode of", &aside)?;
+        }
+        // By its descriptor: another file of that name may have come.
+        let mut command = Command::new(&program);
+        command
+            .args(["-q", "-F", "/proc/self/fd/0"])
+            .stdin(Stdio::from(file.as_fd().try_clone_to_owned().at("opening", &aside)?));
+        let done = command.output().at("starting", &program)?;
+        if !done.status.success() {
+            let said = String::from_utf8_lossy(&done.stderr);
+            return Err(wrong(format!("mkfs.ext4: {}", said.trim())));
+        }
+        file.sync_all().at("writing", &aside)?;
+        // A file that has come meanwhile is not replaced.
+        let how = if empty.is_some() { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
+        renameat_with(CWD, &aside, CWD, &path, how).at("creating", &path)?;
+        Ok(())
     };
-    file.set_len(size).at("resizing", path)?;
-    // By its descriptor: another file of that name may have come.
-    let mut command = Command::new(&program);
-    command
-        .args(["-q", "-F", "/proc/self/fd/0"])
-        .stdin(Stdio::from(file.as_fd().try_clone_to_owned().at("opening", path)?));
-    let done = command.output().at("starting", &program)?;
-    if done.status.success() {
-        return Ok(());
+    match fill() {
+        Ok(()) => Ok(Disk { path, lock }),
+        Err(error) => {
+            let _ = std::fs::remove_file(&aside);
+            Err(error)
+        }
     }
-    file.set_len(0).and_then(|()| file.set_len(len)).at("emptying", path)?;
-    let said = String::from_utf8_lossy(&done.stderr);
-    Err(wrong(format!("mkfs.ext4: {}", said.trim())))
 }
 
 #[cfg(test)]
@@ -141,7 +189,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
     use std::fs;
-    use std::os::unix::fs::MetadataExt as _;
+    use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
 
@@ -151,11 +199,14 @@ mod tests {
 
     #[test]
     fn what_is_no_size_belongs_to_the_name() {
-        let sized = DiskRequest { path: "a:b".into(), size: Some(Size(10 << 30)) };
-        assert_eq!(DiskRequest::parse("a:b:10G"), sized);
-        for name in ["/dev/vdb", "a:b", ":10G"] {
-            assert_eq!(DiskRequest::parse(name), request(Path::new(name), None));
+        let parse = |text: &str| text.parse::<DiskRequest>();
+        assert_eq!(parse("a:b:10G"), Ok(request(Path::new("a:b"), Some(Size(10 << 30)))));
+        for name in ["/dev/vdb", "a:b", "a:", ":b"] {
+            assert_eq!(parse(name), Ok(request(Path::new(name), None)));
         }
+        // It was a file of that name, which did not exist.
+        assert!(parse(":10G").unwrap_err().contains("./:10G"));
+        assert!(parse("").is_err());
     }
 
     #[test]
@@ -186,11 +237,49 @@ mod tests {
             assert!(error.to_string().contains("no ext4"), "{error}");
             assert_eq!(fs::read(&other).unwrap(), content);
         }
+        let left = || fs::read_dir(dir.path()).unwrap().count();
+        assert_eq!(left(), 2);
         fs::write(&other, "").unwrap();
         assert!(open(&request(&other, None)).is_err());
         let error = open(&request(&other, Some(Size(1000)))).unwrap_err();
         assert!(error.to_string().contains("mkfs.ext4"), "{error}");
         assert_eq!(fs::read(&other).unwrap(), b"");
+        assert_eq!(left(), 2);
         assert!(open(&request(dir.path(), None)).is_err());
+    }
+
+    /// A disk whose `mkfs.ext4` was killed had something that was no ext4, and was refused for ever.
+    #[test]
+    fn a_killed_mkfs_leaves_no_disk() {
+        if programs::find("mkfs.ext4").is_none() {
+            println!("SKIP a_killed_mkfs_leaves_no_disk: no mkfs.ext4");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (path, aside) = (dir.path().join("disk"), dir.path().join(".disk.cofolio-new"));
+        let half_made = || fs::write(&aside, vec![7; 3 << 20]).unwrap();
+        half_made();
+        // As long as it runs the disk is in use.
+        let running = OwnedFd::from(File::open(&aside).unwrap());
+        let exclusive = FlockOperation::NonBlockingLockExclusive;
+        assert!(try_flock(&running, exclusive, &aside).unwrap());
+        let in_use = open(&request(&path, Some(Size(64 << 20))));
+        assert!(matches!(in_use, Err(VmError::DiskInUse(at)) if at == path));
+        drop(running);
+        drop(open(&request(&path, Some(Size(64 << 20)))).unwrap());
+        assert_eq!((path.metadata().unwrap().len(), aside.exists()), (64 << 20, false));
+        drop(open(&request(&path, None)).unwrap());
+
+        // An empty file is replaced by one with its owner and mode; a link to it stays.
+        let (empty, link) = (dir.path().join("empty"), dir.path().join("link"));
+        File::create(&empty).unwrap().set_len(64 << 20).unwrap();
+        fs::set_permissions(&empty, fs::Permissions::from_mode(0o640)).unwrap();
+        std::os::unix::fs::symlink("empty", &link).unwrap();
+        let disk = open(&request(&link, None)).unwrap();
+        assert_eq!(disk.path, fs::canonicalize(&empty).unwrap());
+        assert!(matches!(open(&request(&empty, None)), Err(VmError::DiskInUse(_))));
+        let found = empty.metadata().unwrap();
+        assert_eq!((found.len(), found.mode() & 0o777), (64 << 20, 0o640));
+        assert!(found.blocks() > 0 && link.is_symlink());
     }
 }

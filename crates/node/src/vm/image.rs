@@ -2,14 +2,15 @@
 
 use std::path::PathBuf;
 
-use cofolio_guest::Device;
+use cofolio_guest::{Device, Dirs};
 use cofolio_image::pack::segment::Form;
-use cofolio_image::pack::{PackOptions, PackReport, pack};
+use cofolio_image::pack::{ImageContents, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, Error, FileKind, FileName, StoredFile};
 
 use super::error::Result;
-use crate::mount::At as _;
+use crate::container::bundle::{ImageConfig, expected_dirs};
+use crate::mount::{At as _, Check, check_image, checked_writable_dirs, open_pack_files};
 
 /// The superblock of EROFS: it has the checksum of the image's metadata, and its devices' count.
 const SUPERBLOCK: (u64, usize) = (1024, 128);
@@ -27,19 +28,34 @@ pub(super) struct Attached {
     pub(super) devices: Vec<Device>,
 }
 
-/// Packs an image for guests if it has no such pack.
+/// Packs an image for guests if it has no such pack, and checks all of it: as the backend `inode-share`
+/// checks the pack that it mounts, and beyond that as far as `check` says.
 ///
 /// # Errors
 /// [`VmError::Pack`](super::VmError::Pack), [`VmError::Store`](super::VmError::Store),
 /// [`VmError::Mount`](super::VmError::Mount).
-pub(super) fn attach(domain: &Domain, image: &Digest, task: &Task) -> Result<Attached> {
+pub(super) fn attach(
+    domain: &Domain,
+    image: &Digest,
+    check: Check,
+    task: &Task,
+) -> Result<Attached> {
+    // A pack is made of what is measured first.
+    let first = if check == Check::Verify { Check::Measure } else { check };
+    check_image(domain, image, first, &ImageContents, task)?;
     let options = PackOptions { form: Form::Dax, ..PackOptions::default() };
     let report = pack(domain, image, &options, task)?;
+    if check == Check::Verify {
+        // With all of its packs and segments.
+        check_image(domain, image, check, &ImageContents, task)?;
+    }
+    // Until all are open: `gc` replaces packs and rewrites segments.
+    let _stays = domain.lock_names()?;
     let pack = FileName::of_image(FileKind::DaxPack, image, &report.pack);
-    let segments = report.segments.iter().map(|it| FileName::content(FileKind::Segment, it));
+    let (file, segments) = open_pack_files(domain, &ImageContents, image, &pack)?;
+    let names = report.segments.iter().map(|it| FileName::content(FileKind::Segment, it));
     let (mut files, mut devices) = (Vec::new(), Vec::new());
-    for name in [pack].into_iter().chain(segments) {
-        let file = domain.open_named(&name)?;
+    for (name, file) in [pack].into_iter().chain(names).zip([file].into_iter().chain(segments)) {
         let path = domain.named_path(&name).ok_or_else(|| Error::NoSuch(name.clone()))?;
         let size = file.size().at("looking at", &path)?;
         devices.push(device(&name, &file, size).at("reading", &path)?);
@@ -56,4 +72,17 @@ fn device(name: &FileName, file: &StoredFile, size: u64) -> std::io::Result<Devi
     let mut bytes = vec![0; length];
     file.read_exact_at(&mut bytes, offset)?;
     Ok(Device { size, offset, bytes })
+}
+
+/// What a guest can write to if its root is read-only but for these directories of the image.
+///
+/// # Errors
+/// [`VmError::Mount`](super::VmError::Mount) for a path that cannot be one of these.
+pub(super) fn writable_dirs(config: &ImageConfig, asked: &[PathBuf]) -> Result<Dirs> {
+    let asked = checked_writable_dirs(asked)?.into_iter();
+    Ok(Dirs {
+        // They are UTF-8.
+        asked: asked.map(|dir| dir.to_string_lossy().into_owned()).collect(),
+        expected: expected_dirs(config).map(str::to_owned).collect(),
+    })
 }

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Purpose, replace_file};
-use rustix::fs::CWD;
+use rustix::fs::{CWD, FlockOperation, flock};
 use sha2::{Digest as _, Sha256};
 
 use super::error::{Result, VmError};
@@ -18,6 +18,8 @@ use crate::mount::At as _;
 
 /// Largest program, in bytes.
 const GUEST_BYTES_MAX: u64 = 64 << 20;
+/// What else is in it: another number for another layout.
+const LAYOUT: u8 = 1;
 
 /// The initramfs of a kernel in a directory: the one that is there, or a new one.
 ///
@@ -36,6 +38,7 @@ pub fn initramfs(
         return Err(wrong("it is not a program without libraries".to_owned()));
     }
     let mut key = Sha256::new();
+    key.update([LAYOUT]);
     key.update(&program);
     for text in [kernel.version.as_str()].iter().chain(more_modules) {
         key.update(text);
@@ -45,12 +48,18 @@ pub fn initramfs(
     key.update(found.size().to_le_bytes());
     key.update(found.mtime().to_le_bytes());
     let path = dir.join(format!("{}.initramfs", &const_hex::encode(key.finalize())[..16]));
+    // Several machines may be the first of a kernel at the same time, and what is aside is one's.
+    let held = fs::File::open(dir).at("opening", dir)?;
+    flock(&held, FlockOperation::LockExclusive).at("locking", dir)?;
     if path.is_file() {
         return Ok(path);
     }
     let mut archive = Archive::default();
     let write = |archive: &mut Archive| -> Result<(), VmError> {
         archive.directory("dev");
+        // Where the console is a module there is none at first: Rust's runtime opens this in place of
+        // missing standard streams, or aborts.
+        archive.device("dev/null", 1, 3);
         archive.file("init", 0o755, &program);
         archive.directory("modules");
         for (number, (name, content)) in kernel.modules(more_modules)?.iter().enumerate() {
@@ -100,13 +109,21 @@ impl Archive {
         self.entry(name, 0o100_000 | mode, content);
     }
 
+    fn device(&mut self, name: &str, major: u32, minor: u32) {
+        self.add(name, 0o020_666, (major, minor), &[]);
+    }
+
     fn entry(&mut self, name: &str, mode: u32, content: &[u8]) {
+        self.add(name, mode, (0, 0), content);
+    }
+
+    fn add(&mut self, name: &str, mode: u32, (major, minor): (u32, u32), content: &[u8]) {
         self.entries += 1;
         let (inode, size, name_size) = (self.entries, content.len(), name.len() + 1);
         let _ = write!(
             self.bytes,
             "070701{inode:08x}{mode:08x}{:08x}{:08x}{:08x}{:08x}{size:08x}{:08x}{:08x}{:08x}{:08x}{name_size:08x}{:08x}{name}\0",
-            0, 0, 1, 0, 0, 0, 0, 0, 0
+            0, 0, 1, 0, 0, 0, major, minor, 0
         );
         self.align();
         let _ = self.bytes.write_all(content);

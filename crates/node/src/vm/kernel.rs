@@ -24,6 +24,9 @@ const NEEDED: [&str; 7] = [
     "erofs",
     "overlay",
 ];
+/// What some of these ask for by an alias, in kernels that have it as a module: `libcrc32c` takes any
+/// implementation. There is no modprobe in the guest.
+const ASKED_FOR: [&str; 1] = ["crc32c_generic"];
 /// Largest module, uncompressed, in bytes.
 const MODULE_BYTES_MAX: u64 = 64 << 20;
 /// Largest index of modules.
@@ -102,7 +105,9 @@ impl Kernel {
             read_text(&path).map_err(|error| wrong(format!("{}: {error}", path.display())))
         };
         let (dependencies, builtin) = (read("modules.dep")?, read("modules.builtin")?);
-        let paths = in_order(&dependencies, &builtin, NEEDED.iter().chain(more))
+        let is_module = |name: &&&str| dependencies.lines().any(|line| is_of(line, name));
+        let first = ASKED_FOR.iter().filter(is_module);
+        let paths = in_order(&dependencies, &builtin, first.chain(&NEEDED).chain(more))
             .map_err(|name| wrong(format!("it has no module {name}, which guests need")))?;
         let module = |path: &str| {
             let file = self.modules.join(path);
@@ -148,6 +153,11 @@ fn read_text(path: &Path) -> io::Result<String> {
 fn module_name(path: &str) -> String {
     let file = path.rsplit('/').next().unwrap_or(path);
     file.split(".ko").next().unwrap_or(file).replace('-', "_")
+}
+
+/// Whether a line of modules.dep is that of a module.
+fn is_of(line: &str, name: &str) -> bool {
+    line.split_once(':').is_some_and(|(path, _)| module_name(path) == name)
 }
 
 /// The paths of modules and of those that they need, each after what it needs; without built-in

@@ -351,7 +351,7 @@ fn status(dir: &Path) -> Result<Option<VmStatus>> {
         Some(_) => (State::Ended, None),
         None => {
             let lives = is_locked(dir)?;
-            let is_attended = || socket::connect(dir, "control").is_ok();
+            let is_attended = || socket::is_listening(dir, "control");
             let state = match lives {
                 false => State::Ended,
                 true if is_attended() => State::Running,

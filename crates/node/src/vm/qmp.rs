@@ -13,6 +13,8 @@ use super::socket::{peer, send_with};
 const ANSWER_BYTES_MAX: u64 = 4 << 20;
 /// How long QEMU may take to answer. Its main loop is busy while it starts.
 const ANSWER_SECONDS_MAX: u64 = 10;
+/// Most events before an answer. More would keep whoever asked busy.
+const EVENTS_MAX: usize = 1000;
 
 /// A connection to a QEMU. It serves one at a time.
 #[derive(Debug)]
@@ -71,7 +73,7 @@ impl Qmp {
     }
 
     fn answer(&mut self, command: &str) -> io::Result<Value> {
-        loop {
+        for _ in 0..=EVENTS_MAX {
             let mut answer = self.read()?;
             if let Some(value) = answer.get_mut("return") {
                 return Ok(value.take());
@@ -81,11 +83,19 @@ impl Qmp {
                 return Err(invalid(format!("{command}: {words}")));
             }
         }
+        Err(invalid(format!("{command}: no answer after {EVENTS_MAX} events")))
     }
 
     fn read(&mut self) -> io::Result<Value> {
         let mut line = Vec::new();
-        self.reader.by_ref().take(ANSWER_BYTES_MAX).read_until(b'\n', &mut line)?;
+        let read = self.reader.by_ref().take(ANSWER_BYTES_MAX).read_until(b'\n', &mut line);
+        read.map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => {
+                let what = format!("QEMU has not answered for {ANSWER_SECONDS_MAX} s");
+                io::Error::new(io::ErrorKind::TimedOut, what)
+            }
+            _ => error,
+        })?;
         if line.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -23,7 +23,7 @@ pub struct Ram {
     /// Of the process, in `/proc`.
     dir: PathBuf,
     pagemap: File,
-    /// Where it is: in one piece, or in two.
+    /// Where it is, in the order of addresses: in one piece, or in two.
     parts: Vec<Range<u64>>,
     backing: Backing,
 }
@@ -73,7 +73,7 @@ impl Ram {
         match &self.backing {
             Backing::Private | Backing::Shared => None,
             Backing::Huge => Some(
-                "its memory is made of huge pages (hugetlbfs), of which a pulse returns none"
+                "its memory is huge pages of hugetlbfs, of which a balloon takes only parts"
                     .to_owned(),
             ),
             Backing::File(name) => Some(format!("its memory is the file {name}")),
@@ -84,25 +84,34 @@ impl Ram {
     /// kernel's, which costs next to nothing.
     ///
     /// # Errors
-    /// Those of reading `/proc/PID/status`; `InvalidData` if it has no such line.
+    /// Those of reading `/proc/PID`; `InvalidData` if the kernel does not say it.
     pub(super) fn counted(&self) -> io::Result<u64> {
-        let counter = match self.backing {
-            Backing::Private => "RssAnon:",
-            Backing::Shared => "RssShmem:",
-            Backing::Huge => "HugetlbPages:",
-            Backing::File(_) => "RssFile:",
-        };
-        self.counter(counter)
+        match self.backing {
+            Backing::Private => self.anonymous(),
+            Backing::Shared => self.counter("RssShmem:"),
+            Backing::Huge => self.counter("HugetlbPages:"),
+            Backing::File(_) => self.counter("RssFile:"),
+        }
     }
 
     /// What the VMM takes for itself, in private pages, where the host holds `held` bytes of the
     /// guest's memory. Fails like [`Ram::counted`].
     pub(super) fn emulator(&self, held: u64) -> io::Result<u64> {
-        let anonymous = self.counter("RssAnon:")?;
+        let anonymous = self.anonymous()?;
         Ok(match self.backing {
             Backing::Private => anonymous.saturating_sub(held),
             _ => anonymous,
         })
+    }
+
+    /// Anonymous memory of the process. `statm` costs less than `status`.
+    fn anonymous(&self) -> io::Result<u64> {
+        // Size, resident pages, and those of files and shared memory among them (proc_pid_statm(5)).
+        let statm = kernel_text::read(&self.dir.join("statm"))?;
+        let mut pages = statm.split(' ').skip(1).map_while(|word| word.parse::<u64>().ok());
+        let (resident, shared) =
+            pages.next().zip(pages.next()).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(resident.saturating_sub(shared) * cofolio_sys::cache::page_size())
     }
 
     fn counter(&self, name: &str) -> io::Result<u64> {
@@ -112,62 +121,69 @@ impl Ram {
         kib.map(|kib| kib << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
-    fn scan(&self, query: Query, mut count: impl FnMut(Region)) -> io::Result<()> {
-        self.parts.iter().try_for_each(|part| scan(&self.pagemap, part.clone(), query, &mut count))
-    }
-
-    /// How many bytes of it the host holds, and how many of these were merged.
+    /// What of it the host holds.
     ///
     /// # Errors
     /// Those of [`scan`].
     pub fn resident(&self) -> io::Result<Resident> {
-        // The kernel's page of zeros takes nothing.
+        self.count(|_| {})
+    }
+
+    /// The same. Calls `each` with the addresses of pages that are not merged, in their order.
+    fn count(&self, mut each: impl FnMut(Range<u64>)) -> io::Result<Resident> {
         let query = Query {
             mask: category::PRESENT,
-            inverted: category::ZERO,
-            returned: category::FILE,
-            write_protect: false,
+            returned: category::FILE | category::ZERO,
+            ..Query::default()
         };
-        let mut resident = Resident::default();
         let can_be_merged = self.backing == Backing::Private;
-        self.scan(query, |Region { start, end, categories }| {
-            resident.bytes += end - start;
-            if can_be_merged && categories & category::FILE != 0 {
-                resident.merged += end - start;
-            }
-        })?;
+        let mut resident = Resident::default();
+        for part in &self.parts {
+            scan(&self.pagemap, part.clone(), query, |Region { start, end, categories }| {
+                // The kernel's page of zeros takes nothing.
+                if categories & category::ZERO != 0 {
+                    resident.zeros += end - start;
+                    return;
+                }
+                resident.bytes += end - start;
+                if can_be_merged && categories & category::FILE != 0 {
+                    resident.of_files += end - start;
+                } else {
+                    each(start..end);
+                }
+            })?;
+        }
         Ok(resident)
     }
 
-    /// How many bytes of it are as in the pools of merged pages: what is mapped of pools and was not
-    /// written to since. The guest need not have touched it.
+    /// What of it the host holds, and what of it is merged.
     ///
     /// # Errors
     /// Those of reading `/proc/PID/maps` and of [`scan`].
-    pub fn merged(&self) -> io::Result<u64> {
-        let maps = kernel_text::read(&self.dir.join("maps"))?;
-        let pools = maps.lines().filter_map(mapping).filter(|it| is_pool(it.name));
-        // A page that was written to is the process's own.
-        let query = Query { mask: category::PRESENT, inverted: category::FILE, ..Query::default() };
-        let mut bytes = 0;
-        let is_guests = |at: &u64| self.parts.iter().any(|part| part.contains(at));
-        for pool in pools.filter(|it| is_guests(&it.addresses.start)) {
-            bytes += pool.addresses.end - pool.addresses.start;
-            let count = |region: Region| bytes -= region.end - region.start;
-            scan(&self.pagemap, pool.addresses, query, count)?;
-        }
-        Ok(bytes)
+    pub fn content(&self) -> io::Result<Content> {
+        let merged = self.merged()?;
+        let is_merged = !(merged.pools.is_empty() && merged.images.is_empty());
+        let mut written = Vec::new();
+        let resident = self.count(|region| {
+            if is_merged {
+                written.push(region);
+            }
+        })?;
+        let pools = without(&merged.pools, &written);
+        let images = without(&merged.images, &written);
+        Ok(Content { resident, pool_pieces: merged.pools, pools, images })
     }
 
-    /// How many bytes of it are the kernel's page of zeros.
-    ///
-    /// # Errors
-    /// Those of [`scan`].
-    pub fn zeros(&self) -> io::Result<u64> {
-        let query = Query { mask: category::PRESENT | category::ZERO, ..Query::default() };
-        let mut bytes = 0;
-        self.scan(query, |region| bytes += region.end - region.start)?;
-        Ok(bytes)
+    /// What of it was merged, in the order of addresses: mappings of pools, and of the image. A page that was
+    /// written to since is private.
+    fn merged(&self) -> io::Result<Merged> {
+        let maps = kernel_text::read(&self.dir.join("maps"))?;
+        let merged = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
+        let is_guests = |at: &u64| self.parts.iter().any(|part| part.contains(at));
+        let merged = merged.filter(|it| is_guests(&it.addresses.start));
+        let (pools, images): (Vec<_>, Vec<_>) = merged.partition(|it| !is_of_image(it.name));
+        let pieces = |all: Vec<Mapping<'_>>| all.iter().map(Mapping::piece).collect();
+        Ok(Merged { pools: pieces(pools), images: pieces(images) })
     }
 }
 
@@ -176,35 +192,139 @@ impl Ram {
 pub struct Resident {
     /// In bytes.
     pub bytes: u64,
-    /// Of these, in pages of pools.
-    pub merged: u64,
+    /// Of these, in pages of files, which were merged.
+    pub of_files: u64,
+    /// Beside these, in the kernel's page of zeros, which takes nothing.
+    pub zeros: u64,
 }
 
 impl Resident {
     /// Bytes that only this guest has.
     pub fn private(self) -> u64 {
-        self.bytes - self.merged
+        self.bytes - self.of_files
     }
+}
+
+/// What a guest's memory holds.
+#[derive(Debug, Default)]
+pub struct Content {
+    /// What the host holds of it.
+    pub resident: Resident,
+    /// Where pools are mapped.
+    pub(super) pool_pieces: Vec<Piece>,
+    /// What is merged with pools. The guest need not have touched it since.
+    pub(super) pools: Vec<Part>,
+    /// The same for files of the image.
+    pub(super) images: Vec<Part>,
+}
+
+impl Content {
+    /// Bytes that are merged with pools and files of the image, whether the guest has touched them
+    /// since or not.
+    pub fn merged_bytes(&self) -> u64 {
+        bytes(&self.pools) + bytes(&self.images)
+    }
+
+    /// Bytes that have a content and are not private: those that are merged, and zeros.
+    pub(super) fn shared_bytes(&self) -> u64 {
+        self.merged_bytes() + self.resident.zeros
+    }
+}
+
+/// A file, by its device and inode.
+pub(super) type FileId = (u64, u64);
+
+/// A part of a file, in bytes.
+pub(super) type Part = (FileId, Range<u64>);
+
+/// A mapping of a part of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) addresses: Range<u64>,
+    pub(super) file: FileId,
+    /// Of the first byte, in the file.
+    pub(super) offset: u64,
+}
+
+impl Piece {
+    /// What is mapped at these addresses.
+    pub(super) fn part(&self, addresses: Range<u64>) -> Part {
+        let at = |address: u64| address - self.addresses.start + self.offset;
+        (self.file, at(addresses.start)..at(addresses.end))
+    }
+}
+
+pub(super) fn bytes(parts: &[Part]) -> u64 {
+    parts.iter().map(|(_, part)| part.end - part.start).sum()
+}
+
+/// What pieces show of their files, without addresses that are private now. Both are in order.
+fn without(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
+    let (mut parts, mut first) = (Vec::new(), 0);
+    for piece in pieces {
+        let Range { start: mut next, end } = piece.addresses;
+        first += private[first..].iter().take_while(|it| it.end <= next).count();
+        for region in private[first..].iter().take_while(|it| it.start < end) {
+            if region.start > next {
+                parts.push(piece.part(next..region.start));
+            }
+            next = next.max(region.end).min(end);
+        }
+        if next < end {
+            parts.push(piece.part(next..end));
+        }
+    }
+    parts
+}
+
+/// What of a guest's memory was merged.
+#[derive(Debug, Default)]
+struct Merged {
+    /// With pools of merged pages.
+    pools: Vec<Piece>,
+    /// With files of the image.
+    images: Vec<Piece>,
 }
 
 /// A line of `/proc/PID/maps`.
 pub(super) struct Mapping<'l> {
     pub(super) addresses: Range<u64>,
     pub(super) access: &'l str,
+    offset: u64,
+    file: FileId,
     /// Empty for anonymous memory.
     pub(super) name: &'l str,
 }
 
-pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
-    let mut words = line.split_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let address = |text| u64::from_str_radix(text, 16).ok();
-    let addresses = address(start)?..address(end)?;
-    Some(Mapping { addresses, access: words.next()?, name: words.nth(3).unwrap_or_default() })
+impl Mapping<'_> {
+    pub(super) fn piece(&self) -> Piece {
+        Piece { addresses: self.addresses.clone(), file: self.file, offset: self.offset }
+    }
 }
 
-fn is_pool(name: &str) -> bool {
-    name.starts_with("/memfd:cofolio-pool")
+pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
+    // A name may have spaces.
+    let mut words = line.splitn(6, ' ');
+    let (start, end) = words.next()?.split_once('-')?;
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    let addresses = number(start)?..number(end)?;
+    let access = words.next()?;
+    let offset = number(words.next()?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let file = (number(major)? << 32 | number(minor)?, words.next()?.parse().ok()?);
+    let name = words.next().unwrap_or_default().trim_start();
+    let name = name.strip_suffix(" (deleted)").unwrap_or(name);
+    Some(Mapping { addresses, access, offset, file, name })
+}
+
+/// Whether pages of a mapping in a guest's memory were merged.
+fn is_merged(name: &str) -> bool {
+    name.starts_with("/memfd:cofolio-pool") || is_of_image(name)
+}
+
+/// Whether a file is a pack or a segment.
+pub(super) fn is_of_image(path: &str) -> bool {
+    path.ends_with(".segment") || path.ends_with(".dax")
 }
 
 /// The file of a guest's memory.
@@ -218,12 +338,12 @@ struct Mapped<'l> {
 fn find_in(maps: &str, bytes: u64) -> Option<(Vec<Range<u64>>, Option<Mapped<'_>>)> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     let mut of_files = Vec::new();
-    for Mapping { addresses, access, name } in maps.lines().filter_map(mapping) {
+    for Mapping { addresses, access, name, .. } in maps.lines().filter_map(mapping) {
         if !access.starts_with("rw-") {
             continue;
         }
         let is_private = access.ends_with('p');
-        if !is_private || !(name.is_empty() || is_pool(name)) {
+        if !is_private || !(name.is_empty() || is_merged(name)) {
             of_files.push((addresses, Mapped { is_private, name }));
             continue;
         }
@@ -247,7 +367,9 @@ fn find_in(maps: &str, bytes: u64) -> Option<(Vec<Range<u64>>, Option<Mapped<'_>
     if let Some((above, file)) = bytes.checked_sub(BELOW_HOLE).and_then(of_size)
         && let Some((below, _)) = of_size(BELOW_HOLE)
     {
-        return Some((vec![below, above], file.cloned()));
+        let mut parts = vec![below, above];
+        parts.sort_by_key(|part| part.start);
+        return Some((parts, file.cloned()));
     }
     // Something else before or behind it became one mapping with it.
     let ram = |run: &Range<u64>| {
@@ -260,6 +382,10 @@ fn find_in(maps: &str, bytes: u64) -> Option<(Vec<Range<u64>>, Option<Mapped<'_>
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -279,7 +405,8 @@ mod tests {
         let maps = "\
 7f0007dfd000-7f000a000000 rw-p 00000000 00:00 0
 7f000a000000-7f000a002000 rw-p 00003000 00:05 99  /memfd:cofolio-pool (deleted)
-7f000a002000-7f0027e00000 rw-p 00000000 00:00 0
+7f000a002000-7f000a004000 rw-p 00003000 fe:00 12  /store/segments/a.segment
+7f000a004000-7f0027e00000 rw-p 00000000 00:00 0
 ";
         assert_eq!(find_in(maps, 512 << 20), at(0x7f00_07e0_0000..0x7f00_27e0_0000));
     }
@@ -293,13 +420,72 @@ mod tests {
 7f0140001000-7f0180001000 rw-p 00000000 00:00 0
 ";
         let name = "/memfd:memory-backend-memfd";
-        let (parts, file) = find_in(maps, 512 << 20).expect("found");
+        let (parts, file) = find_in(maps, 512 << 20).unwrap();
         assert_eq!(parts.len(), 1);
         assert_eq!(parts[0], 0x7f00_4000_1000..0x7f00_6000_1000);
         assert_eq!(file, Some(Mapped { is_private: false, name }));
-        let (parts, file) = find_in(maps, 4 << 30).expect("found");
-        assert_eq!(parts[0], 0x7f00_8000_0000..0x7f01_4000_0000);
-        assert_eq!(parts[1].end - parts[1].start, 1 << 30);
+        let (parts, file) = find_in(maps, 4 << 30).unwrap();
+        assert!(parts.contains(&(0x7f00_8000_0000..0x7f01_4000_0000)), "{parts:?}");
+        assert_eq!(parts.iter().map(|part| part.end - part.start).sum::<u64>(), 4 << 30);
+        assert!(parts.is_sorted_by_key(|part| part.start), "{parts:?}");
         assert_eq!((parts.len(), file), (2, None));
+    }
+
+    #[test]
+    fn each_backing_has_a_counter() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("pagemap"), "").unwrap();
+        fs::write(dir.path().join("statm"), "24680 1300 300 12 0 999 0\n").unwrap();
+        let status = "RssFile:\t    8 kB\nRssShmem:\t    16 kB\nHugetlbPages:\t    2048 kB\n";
+        fs::write(dir.path().join("status"), status).unwrap();
+        let ram = |backing| {
+            let pagemap = File::open(dir.path().join("pagemap")).unwrap();
+            Ram { dir: dir.path().to_owned(), pagemap, parts: Vec::new(), backing }
+        };
+        let anonymous = 1000 * cofolio_sys::cache::page_size();
+        let private = ram(Backing::Private);
+        assert_eq!(private.counted().unwrap(), anonymous);
+        assert_eq!(private.emulator(4096).unwrap(), anonymous - 4096);
+        let shared = ram(Backing::Shared);
+        assert_eq!(shared.counted().unwrap(), 16 << 10);
+        // All that is anonymous is the VMM's then.
+        assert_eq!(shared.emulator(4096).unwrap(), anonymous);
+        assert_eq!(ram(Backing::Huge).counted().unwrap(), 2 << 20);
+        assert_eq!(ram(Backing::File(String::new())).counted().unwrap(), 8 << 10);
+        fs::write(dir.path().join("statm"), "24680\n").unwrap();
+        assert!(private.counted().is_err());
+    }
+
+    #[test]
+    fn huge_pages_and_files_are_refused() {
+        let ram = |backing| Ram {
+            dir: PathBuf::new(),
+            pagemap: File::open("/dev/null").unwrap(),
+            parts: Vec::new(),
+            backing,
+        };
+        assert_eq!(ram(Backing::Private).refusal(), None);
+        assert_eq!(ram(Backing::Shared).refusal(), None);
+        assert!(ram(Backing::Huge).refusal().unwrap().contains("hugetlbfs"));
+        let of_file = ram(Backing::File("/vm/memory".to_owned())).refusal().unwrap();
+        assert!(of_file.ends_with("the file /vm/memory"), "{of_file}");
+    }
+
+    #[test]
+    fn written_pages_of_pools_are_no_longer_theirs() {
+        const FILE: FileId = (1, 7);
+        let piece = |addresses: Range<u64>, offset| Piece { addresses, file: FILE, offset };
+        let pieces = [piece(100..200, 1000), piece(200..300, 5000), piece(400..500, 0)];
+        let private = [0..100, 120..130, 190..210, 250..260, 300..410, 490..500, 600..700];
+        let expected = [
+            (FILE, 1000..1020),
+            (FILE, 1030..1090),
+            (FILE, 5010..5050),
+            (FILE, 5060..5100),
+            (FILE, 10..90),
+        ];
+        assert_eq!(without(&pieces, &private), expected);
+        assert_eq!(without(&pieces, &[]).len(), 3);
+        assert_eq!(without(&pieces, std::slice::from_ref(&(0..1000))), []);
     }
 }

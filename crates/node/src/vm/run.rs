@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cofolio_guest::{Message, MessageError, Process, Start, Upper};
+use cofolio_guest::{Dirs, Message, MessageError, Process, Start, Upper};
 use cofolio_store::Digest;
 use cofolio_store::task::{Cancel, Task};
 
@@ -26,7 +26,7 @@ use super::{
 };
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
-use crate::mount::At as _;
+use crate::mount::{At as _, Check};
 use crate::run_dir::running::{OUTPUT_BYTES_MAX, claim, is_name, write_file};
 
 /// Words for the kernel. What a pulse of the balloon takes, `init_on_alloc` would touch again; pages are
@@ -73,6 +73,10 @@ pub struct Request {
     pub terminal: Option<(u16, u16)>,
     /// Where changes go, if not to the guest's memory.
     pub disk: Option<DiskRequest>,
+    /// The root is read-only, but for these directories of the image.
+    pub writable_dirs: Option<Vec<PathBuf>>,
+    /// What has to hold of the image before it boots.
+    pub check: Check,
 }
 
 /// A virtual machine whose end this process can wait for.
@@ -124,6 +128,8 @@ impl Machines<'_> {
     ) -> Result<Running> {
         // Usual mistakes, before anything is made.
         let program = bundle::program(&request.config, &request.options)?;
+        let dirs = request.writable_dirs.as_deref();
+        let dirs = dirs.map(|dirs| image::writable_dirs(&request.config, dirs)).transpose()?;
         let (vmm, guest) = (request.vmm.program(request.accel)?, guest_program()?);
         if let Some(name) = request.name.as_deref().filter(|name| !is_name(name)) {
             return Err(VmError::Name(name.to_owned()));
@@ -139,8 +145,9 @@ impl Machines<'_> {
         let claimed = claim(&self.dir(), wanted, &request.image_name, make_room)?;
         let exists = || VmError::Exists(wanted.unwrap_or_default().to_owned());
         let (name, dir, lock) = claimed.ok_or_else(exists)?;
-        let start =
-            || self.launch(request, &name, &dir, &lock, (&vmm, &guest), program, streams, task);
+        let start = || {
+            self.launch(request, &name, &dir, &lock, (&vmm, &guest), program, dirs, streams, task)
+        };
         match start() {
             Ok((vmm, copies, messages, guest)) => {
                 Ok(Running { dir, name, lock, vmm, copies, messages, guest })
@@ -169,13 +176,14 @@ impl Machines<'_> {
         lock: &OwnedFd,
         (vmm, guest): (&Path, &Path),
         program: bundle::Program,
+        dirs: Option<Dirs>,
         streams: Option<&Streams>,
         task: &Task,
     ) -> Result<(Child, Copies, Receiver<Message>, Guest)> {
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
         self.keep(name, &request.image, boot_id.map(|id| id.trim().to_owned()))?;
         let disk = request.disk.as_ref().map(disk::open).transpose()?;
-        let attached = image::attach(self.domain, &request.image, task)?;
+        let attached = image::attach(self.domain, &request.image, request.check, task)?;
         let of_disk: &[&str] = if disk.is_some() { &disk::MODULES } else { &[] };
         let modules = [request.vmm.modules(), of_disk].concat();
         let initramfs = initramfs(&self.dir(), &request.kernel, guest, &modules)?;
@@ -249,6 +257,7 @@ impl Machines<'_> {
         let start = Start {
             devices: attached.devices,
             upper,
+            dirs,
             hostname: name.to_owned(),
             console: request.vmm.console().to_owned(),
             process: Process {
@@ -348,7 +357,7 @@ fn begin(
 /// Passes messages of a process of this machine on to the guest.
 fn pass_on(mut client: UnixStream, guest: &Guest) {
     let _ = client.set_read_timeout(Some(Duration::from_secs(CONTROL_SECONDS_MAX)));
-    while let Ok(message @ Message::Signal(_)) = Message::read(&mut client) {
+    while let Ok(message @ (Message::Signal(_) | Message::Size(..))) = Message::read(&mut client) {
         let _ = guest.tell(&message);
     }
 }

@@ -1,14 +1,19 @@
 //! Sockets of virtual machines, however long their paths are.
 
 use std::fs::File;
-use std::io::{self, IoSlice, Write as _};
+use std::io::{self, IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
+use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
+    socket_with,
+};
 
 /// Connects to what listens at a path.
 pub(super) fn connect_path(path: &Path) -> io::Result<UnixStream> {
@@ -22,6 +27,22 @@ pub(super) fn connect_path(path: &Path) -> io::Result<UnixStream> {
 pub(super) fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     let held = File::open(dir)?;
     UnixStream::connect(format!("/proc/self/fd/{}/{name}", held.as_raw_fd()))
+}
+
+/// Whether a process listens there. It may be stopped, with more clients than it has room for: then
+/// connecting to it would wait.
+pub(super) fn is_listening(dir: &Path, name: &str) -> bool {
+    let connect = || -> io::Result<()> {
+        let held = File::open(dir)?;
+        let path = format!("/proc/self/fd/{}/{name}", held.as_raw_fd());
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+            Err(Errno::AGAIN) => Ok(()),
+            connected => Ok(connected?),
+        }
+    };
+    connect().is_ok()
 }
 
 /// Listens there.
@@ -48,4 +69,38 @@ pub(super) fn send_with(
     control.push(SendAncillaryMessage::ScmRights(&fds));
     let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
     socket.write_all(&bytes[sent..])
+}
+
+/// Fills `bytes`, and takes the descriptor that may come with them.
+pub(super) fn receive_with(socket: &UnixStream, bytes: &mut [u8]) -> io::Result<Option<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+    let length = bytes.len();
+    let received = recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
+    let mut fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let fd = fds.next().and_then(|mut fds| fds.next());
+    if received.bytes == length { Ok(fd) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    /// `vm run` was stopped, and after 128 looks whether it listens the next one waited for good.
+    #[test]
+    fn a_stopped_process_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!is_listening(dir.path(), "control"));
+        let listener = listen(dir.path(), "control").unwrap();
+        let looks = (0..10_000).filter(|_| is_listening(dir.path(), "control"));
+        assert_eq!(looks.count(), 10_000);
+        drop(listener);
+        assert!(!is_listening(dir.path(), "control"));
+    }
 }

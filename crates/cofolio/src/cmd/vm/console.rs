@@ -5,7 +5,10 @@ use anyhow::Context as _;
 use cofolio_cli::interrupt::Cancellable;
 use cofolio_node::vm::console::DetachKeys;
 use cofolio_store::task::Cancel;
+use signal_hook::consts::SIGWINCH;
+use signal_hook::iterator::Signals;
 
+use crate::cmd::run::terminal_size;
 use crate::cmd::vm::terminal::RawTerminal;
 use crate::context::Context;
 use crate::exit::{Ended, Exit};
@@ -14,10 +17,10 @@ use crate::exit::{Ended, Exit};
 ///
 /// Prints the last 16 KiB that its console has said, and what it says from now on. A machine that
 /// was started with --interactive also gets this process's standard input, from one `vm console` at
-/// a time. On a terminal Ctrl-P Ctrl-Q detaches, and other keys are the machine's, Ctrl-C too.
+/// a time, and the size of its terminal. On a terminal Ctrl-P Ctrl-Q detaches, and other keys are the machine's, Ctrl-C too.
 /// Without input Ctrl-C detaches.
 ///
-/// Of a machine that has ended it prints the file that is kept. The exit status is that of the
+/// Of a machine that has ended it prints all that is kept. The exit status is that of the
 /// image's program if it has ended and its status is kept, else 0.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio vm run -d -i --name box debian:13 -- bash\n  \
@@ -38,6 +41,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     if let Some(input) = input {
         if terminal.is_some() {
             context.ui.note(format!("{}: Ctrl-P Ctrl-Q detaches\r", args.name));
+            pass_sizes_on(console.resizer())?;
         }
         let detached = detached.cancel.clone();
         // Not joined: it may read from a terminal for ever.
@@ -51,6 +55,20 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         Some(status) => Ok(Ended::Container(status)),
         None => Ok(Exit::Ok.into()),
     }
+}
+
+/// From now on the console has the size of the terminal.
+fn pass_sizes_on(resize: impl Fn(u16, u16) + Send + 'static) -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGWINCH]).context("listening for signals")?;
+    let pass_on = move || {
+        for _ in std::iter::once(SIGWINCH).chain(signals.forever()) {
+            if let Some((rows, columns)) = terminal_size() {
+                resize(rows, columns);
+            }
+        }
+    };
+    std::thread::Builder::new().name("size".to_owned()).spawn(pass_on)?;
+    Ok(())
 }
 
 /// Passes standard input on, keys without those that detach.

@@ -31,7 +31,7 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Action {
-    Run(run::Args),
+    Run(Box<run::Args>),
     Ps(list::Args),
     Exec(exec::Args),
     Console(console::Args),

@@ -6,13 +6,14 @@ use clap::ValueEnum;
 use cofolio_cli::interrupt::{self, Cancellable};
 use cofolio_guest::Message;
 use cofolio_image::trust::Need;
-use cofolio_node::container::Streams;
+use cofolio_node::container::{Streams, bundle};
+use cofolio_node::mount::Check;
 use cofolio_node::size::Size;
 use cofolio_node::vm::{Accel, DiskRequest, Finished, Kernel, Machines, Request, Running, Vmm};
 use cofolio_store::task::Cancel;
 use rustix::process::Signal;
 use serde_json::json;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use signal_hook::iterator::Signals;
 
 use crate::cmd::bundle::{ProcessArgs, image_config};
@@ -31,10 +32,12 @@ pub(super) const PATIENCE: u32 = 3;
 ///
 /// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU, or another --vmm, with the pack and its segments as read-only
 /// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
-/// guest's memory and go with it. On a --disk they are kept for the next machine of the same image.
+/// guest's memory and go with it. On a --disk they are kept for the next machine of the same image. With --read-only or
+/// --writable only some directories can be written to, and the guest has no second inode for each of the other files.
 /// It has no network.
 ///
-/// The kernel is that of a distribution, with its modules beside it or in /lib/modules. The processor executes it with KVM
+/// The kernel is that of a distribution, with its modules beside it or in /lib/modules: tested are Debian's 6.1, 6.12 and 7.2,
+/// each made for clouds and for all machines (linux-image-cloud-amd64, linux-image-amd64). The processor executes it with KVM
 /// where it can, and is emulated, tens of times slower, elsewhere.
 ///
 /// The exit status is the program's, or 128 and the number of the signal that ended it; 125 if the machine could not be
@@ -80,7 +83,14 @@ pub(crate) struct Args {
     /// Keep its changes on this disk, a file or block device with ext4. With SIZE, a missing or
     /// empty file is made one
     #[arg(long, value_name = "FILE[:SIZE]")]
-    disk: Option<String>,
+    disk: Option<DiskRequest>,
+    /// Make its root read-only. What programs expect to be writable still is: /tmp, /var/tmp, /run and the image's
+    /// volumes. All other files then cost the guest less memory
+    #[arg(long)]
+    read_only: bool,
+    /// The same, but this directory of the image is writable too, by its absolute path; may be given several times
+    #[arg(long, value_name = "DIR", conflicts_with = "read_only")]
+    writable: Vec<PathBuf>,
     /// What runs it
     #[arg(long, value_enum, default_value_t = VmmArg::Qemu)]
     vmm: VmmArg,
@@ -93,6 +103,11 @@ pub(crate) struct Args {
     accel: Option<AccelArg>,
     #[command(flatten)]
     process: ProcessArgs,
+    /// Hash the image, all its files, its pack and segments before it boots
+    #[arg(long, conflicts_with = "require_verity")]
+    verify: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -129,11 +144,12 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         return Ok(ended);
     }
     let domain = context.domain()?;
-    let image = context.image(&domain, &args.image)?;
+    let name = Some(&*args.image);
+    let image = args.trust.image(name, &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
-    let trust = TrustArgs::default();
-    trust.check(&image, Need::Run(config), Some(&args.image), false, &domain, context)?;
-    let request = request(args, context, &image)?;
+    let need = Need::Run(config);
+    let check = args.trust.check(&image, need, name, args.verify, &domain, context)?;
+    let request = Request { check, ..request(args, context, &image)? };
     let machines = super::machines(&domain, context)?;
     // Leftovers of killed processes. If one cannot be removed, this one starts nevertheless.
     let mut failed = Vec::new();
@@ -172,12 +188,20 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         let what = format!("--memory {}: a guest needs at least {MEMORY_MIN}", args.memory);
         return Err(Fail::usage(what).into());
     }
+    let (config, options) = (image_config(image)?, args.process.options(&args.args, image)?);
+    if args.writable.iter().any(|dir| dir == Path::new("/")) {
+        return Err(Fail::usage("--writable /: without it the whole root is writable").into());
+    }
+    if let Some(dir) = args.writable.iter().find(|dir| bundle::is_hidden(&config, &options, dir)) {
+        let what = "the guest has a mount of its own there, or it is writable anyway";
+        return Err(Fail::usage(format!("--writable {}: {what}", dir.display())).into());
+    }
     Ok(Request {
         image: image.digest,
         image_name: image.shown(),
-        config: image_config(image)?,
+        config,
         name: args.name.clone(),
-        options: args.process.options(&args.args, image)?,
+        options,
         // QEMU takes whole MiB.
         memory_bytes: args.memory.0.next_multiple_of(1 << 20),
         cpus: args.cpus,
@@ -186,7 +210,9 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         vmm,
         ksm: args.ksm,
         terminal: args.interactive.then(|| terminal_size().unwrap_or((24, 80))),
-        disk: args.disk.as_deref().map(DiskRequest::parse),
+        disk: args.disk.clone(),
+        writable_dirs: (args.read_only || !args.writable.is_empty()).then(|| args.writable.clone()),
+        check: Check::None,
     })
 }
 
@@ -198,7 +224,7 @@ fn attach(
     request: &Request,
 ) -> anyhow::Result<Ended> {
     // Signals are for the guest, but until it runs they cancel the start.
-    let signals = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
+    let signals = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
     let signals = Signals::new(signals).context("listening for signals")?;
     let starting = Cancellable::begin()?;
     let streams = Streams::Ours { input: args.interactive };
@@ -273,13 +299,18 @@ fn attend(
     Ok(Ended::Container(0))
 }
 
-/// From now on signals go to the image's program.
+/// From now on signals go to the image's program, and the size of the terminal.
 fn pass_on(mut signals: Signals, running: &Running, given_up: Cancel) -> anyhow::Result<()> {
     let (guest, vmm) = (running.guest(), running.handle()?);
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         let mut asked = 0;
         for signal in signals.forever() {
-            let _ = guest.tell(&Message::Signal(signal));
+            let message = match (signal, terminal_size()) {
+                (SIGWINCH, Some((rows, columns))) => Message::Size(rows, columns),
+                (SIGWINCH, None) => continue,
+                _ => Message::Signal(signal),
+            };
+            let _ = guest.tell(&message);
             if [SIGHUP, SIGINT, SIGQUIT, SIGTERM].contains(&signal) {
                 asked += 1;
             }

@@ -1,6 +1,5 @@
 use cofolio_daemon::Client;
-use cofolio_node::vm::account::VmReport;
-use cofolio_node::vm::recycler::LATENCY_MS;
+use cofolio_node::vm::account::{Latency, VmReport};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -10,9 +9,10 @@ use crate::ui::{Cell, Table, Tone, human_size};
 /// Say what the host holds for each virtual machine, and why
 ///
 /// Private pages of a guest's memory are those that its kernel and programs USE, its CACHE of files, and those that it has
-/// FREE and the host still holds; how they divide is what the guest says. MERGED pages are those that pools have, and IMAGE
-/// those of its image: others may have both, too, and they are in memory once. ZERO pages take nothing. EMULATOR is what the
-/// VMM takes for itself. The figures are the daemon's (`cofolio serve`), some seconds old.
+/// FREE and the host still holds; how they divide is what the guest says. EMULATOR is what the VMM takes for itself. MERGED
+/// pages are those that pools have, and IMAGE those of its image: others may have both, too, and they are in memory once.
+/// PROPORTIONAL is all of this, with each shared page divided among those that have it. ZERO pages take nothing. The figures
+/// are the daemon's (`cofolio serve`), some seconds old.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  cofolio vm top\n  cofolio vm top --json | jq '.machines[] | {name, merged_bytes}'"
@@ -29,7 +29,17 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(Exit::Ok);
     }
     let mut table = Table::new(&[
-        "NAME", "IMAGE", "MEMORY", "USE", "CACHE", "FREE", "MERGED", "IMAGE", "ZERO", "EMULATOR",
+        "NAME",
+        "OF",
+        "MEMORY",
+        "USE",
+        "CACHE",
+        "FREE",
+        "EMULATOR",
+        "MERGED",
+        "IMAGE",
+        "PROPORTIONAL",
+        "ZERO",
     ]);
     for it in &report.machines {
         let mut row = vec![
@@ -42,10 +52,11 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
                 it.used_bytes,
                 it.cache_bytes,
                 it.unreturned_bytes,
+                it.emulator_bytes,
                 it.merged_bytes,
                 it.image_bytes,
+                it.proportional_bytes,
                 it.zero_bytes,
-                it.emulator_bytes,
             ]
             .map(|bytes| Cell::right(human_size(bytes))),
         );
@@ -58,31 +69,30 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let private: u64 = report.machines.iter().map(|it| it.private_bytes()).sum();
     let merged: u64 = report.machines.iter().map(|it| it.merged_bytes).sum();
     context.ui.line(format!(
-        "{} private, {} merged into {} of pools, {} returned by pulses",
+        "{} in all: {} private, {} of images, {} of pools that {} were merged into",
+        human_size(report.host_bytes()),
         human_size(private),
-        human_size(merged),
+        human_size(report.image_bytes),
         human_size(report.pool_bytes),
-        human_size(report.returned_bytes),
+        human_size(merged),
     ))?;
     for it in &report.machines {
         if let Some(why) = &it.recycling.refusal {
             context.ui.note(format!("{}: free memory is not taken: {why}", it.name));
         }
     }
-    if let Some(seconds) = within(&report.latency_bytes, 0.99) {
-        let what = format!("99 % of freed memory was returned within {seconds} s");
-        context.ui.line(what)?;
+    if report.latency.bytes.iter().any(|bytes| *bytes > 0) {
+        let Latency { p50_ms, p99_ms, .. } = report.latency;
+        let within = |ms: Option<u64>| match ms {
+            Some(ms) => format!("within {} s", ms as f64 / 1e3),
+            None => "later than in a minute".to_owned(),
+        };
+        context.ui.line(format!(
+            "{} returned by pulses; half of freed memory {}, 99 % {}",
+            human_size(report.returned_bytes),
+            within(p50_ms),
+            within(p99_ms),
+        ))?;
     }
     Ok(Exit::Ok)
-}
-
-/// Within how many seconds this share of what was freed was returned.
-fn within(latency_bytes: &[u64], share: f64) -> Option<f64> {
-    let all: u64 = latency_bytes.iter().sum();
-    let mut sum = 0;
-    let reached = latency_bytes.iter().position(|bytes| {
-        sum += bytes;
-        sum as f64 >= all as f64 * share
-    })?;
-    LATENCY_MS.get(reached).filter(|_| all > 0).map(|ms| *ms as f64 / 1000.0)
 }

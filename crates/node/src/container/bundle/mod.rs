@@ -42,7 +42,7 @@ mod rootfs;
 mod seccomp;
 
 pub(super) use mounts::volumes_with_directory;
-pub use mounts::{is_hidden, is_scratch};
+pub use mounts::{expected_dirs, is_hidden, is_scratch};
 
 /// Volumes that an image may have.
 const VOLUMES_MAX: usize = 1000;

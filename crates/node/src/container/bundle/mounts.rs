@@ -432,12 +432,18 @@ pub fn is_scratch(dir: &Path) -> bool {
     SCRATCH_PATHS.iter().any(|scratch| dir.starts_with(scratch))
 }
 
+/// Directories that programs expect to be writable though the root is read-only: scratch, and the
+/// image's volumes.
+pub fn expected_dirs(image: &ImageConfig) -> impl Iterator<Item = &str> {
+    SCRATCH_PATHS.into_iter().chain(image.volumes())
+}
+
 /// Whether a container with a read-only root would not see changes of this directory of the image,
 /// were it writable, because the container has a mount of its own over it.
 pub fn is_hidden(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
     let mut binds = options.binds.iter().map(|bind| bind.target.as_str());
     // These give way to a writable directory, but not to one in them.
-    let mut above = SCRATCH_PATHS.into_iter().chain(image.volumes());
+    let mut above = expected_dirs(image);
     is_pseudo(dir)
         || binds.any(|own| dir.starts_with(own))
         || above.any(|own| dir != Path::new(own) && dir.starts_with(own))

@@ -10,32 +10,77 @@
 //! A run is a mapping, and mappings are few: so only runs of some length count, but for zeros, which
 //! take none. Content lies in a pool in the order of the first guest that has it. Equal pages one
 //! behind the other lie there so as well, up to [`COPIES`]: otherwise each would be a run.
+//!
+//! Tables have some eight bytes for each page with a hash, and more only for contents that come twice.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::num::NonZeroU64;
 use std::ops::Range;
 
 use cofolio_shim::protocol::RUN_PAGES_MAX;
 
 /// Of the same content one behind the other a pool has up to so many copies.
-pub(super) const COPIES: u8 = 64;
+const COPIES: u64 = 64;
+/// Tells copies apart.
+const COPY: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Pages of a huge page.
+const BLOCK_PAGES: usize = 512;
 
 /// The hash of a page's content: none if it must not be merged now. There is one for each page of each
 /// guest, in eight bytes.
 pub(super) type Hash = Option<NonZeroU64>;
 
-/// A content, and which of several equal ones in a row it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Content {
-    pub(super) hash: NonZeroU64,
-    pub(super) copy: u8,
+/// A content, and which of several equal ones in a row it is: made of both. Two that are the same by
+/// chance end in a comparison that fails.
+pub(super) type Content = NonZeroU64;
+
+/// The contents of pages one behind the other.
+pub(super) fn contents(hashes: &[Hash]) -> impl Iterator<Item = Option<Content>> {
+    let (mut last, mut copy) = (None, 0_u64);
+    hashes.iter().map(move |hash| {
+        copy = if hash.is_some() && *hash == last { (copy + 1) % COPIES } else { 0 };
+        last = *hash;
+        let content = hash.map(|hash| hash.get().wrapping_add(copy.wrapping_mul(COPY)));
+        content.map(|content| NonZeroU64::new(content).unwrap_or(NonZeroU64::MIN))
+    })
+}
+
+/// A hasher of hashes.
+#[derive(Debug, Default)]
+pub(super) struct Identity(u64);
+
+impl Hasher for Identity {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.0 = self.0 << 8 | u64::from(*byte));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = number;
+    }
+}
+
+type Contents = HashSet<Content, BuildHasherDefault<Identity>>;
+/// Where contents are.
+pub(super) type Slots = HashMap<Content, Slot, BuildHasherDefault<Identity>>;
+
+/// A page of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Slot {
+    pub(super) pool: u32,
+    pub(super) page: u32,
 }
 
 /// Where a run's content is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
     /// In a pool, from this slot on.
-    Slot(u64),
+    Slot(Slot),
     /// Nowhere.
     Zeros,
 }
@@ -47,12 +92,20 @@ pub(super) struct PlannedRun {
     pub(super) source: Source,
 }
 
+/// A guest to plan for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Input<'g> {
+    pub(super) hashes: &'g [Hash],
+    /// Runs of pools that it may have more.
+    pub(super) runs_max: usize,
+}
+
 /// What to do.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
     /// New contents of pools, in the order of their slots: a guest, and a page of it.
-    pub(super) new: Vec<(usize, usize, Content)>,
-    /// By guest, the longest first.
+    pub(super) new: Vec<(usize, usize)>,
+    /// By guest: zeros, then the longest first.
     pub(super) runs: Vec<Vec<PlannedRun>>,
 }
 
@@ -61,141 +114,186 @@ pub(super) struct Plan {
 pub(super) struct Bounds {
     /// Least pages of a run in a pool.
     pub(super) run_min: usize,
+    /// Merge blocks of 2 MiB as a whole, or not at all.
+    pub(super) blocks: bool,
     /// The hash of a page of zeros.
     pub(super) zeros: NonZeroU64,
-    /// Pages of a pool; no run goes beyond one.
-    pub(super) pool_pages: u64,
+    /// Pages of a new pool.
+    pub(super) pool_pages: usize,
 }
 
-/// Plans for the guests of one trust domain. `known` are the slots of contents that are in pools; new
-/// ones get slots from `next` on.
+/// Plans for the guests of one trust domain. `known` says where contents are that are in a file already;
+/// new ones go to pools from the number `next` on.
 pub(super) fn plan(
-    guests: &[&[Hash]],
-    known: &HashMap<Content, u64>,
-    next: u64,
+    guests: &[Input<'_>],
+    known: &dyn Fn(&Content) -> Option<Slot>,
+    next: u32,
     bounds: &Bounds,
 ) -> Plan {
-    let duplicates = duplicates(guests, known, bounds);
+    let stretches = guests.iter().map(|guest| stretches(guest.hashes, bounds.zeros));
+    let stretches: Vec<Vec<Stretch>> = stretches.collect();
+    let layout = Layout { guests, stretches: &stretches, known, next, bounds };
+    let all = stretches.iter().flatten().flat_map(|stretch| &stretch.contents);
+    let twice = twice(all.filter(|content| **content != bounds.zeros));
     // What is in runs that are long enough in the first plan has users; the rest is left out.
-    let first = lay_out(guests, |content| duplicates.contains_key(content), known, next, bounds);
-    let mut users: HashMap<Content, u32> = HashMap::new();
-    for (guest, runs) in guests.iter().zip(&first.runs) {
-        let contents = contents(guest);
-        for run in runs.iter().filter(|run| run.source != Source::Zeros) {
-            for content in contents[run.pages.clone()].iter().flatten() {
-                *users.entry(*content).or_default() += 1;
-            }
-        }
-    }
-    let is_worth = |content: &Content| {
-        known.contains_key(content) || users.get(content).is_some_and(|count| *count > 1)
-    };
-    let mut plan = lay_out(guests, is_worth, known, next, bounds);
-    for runs in &mut plan.runs {
-        // Zeros first: they take no mapping.
-        runs.sort_by_key(|run| (run.source != Source::Zeros, std::cmp::Reverse(run.pages.len())));
-    }
-    plan
+    let first = layout.lay_out(&twice);
+    let used = first.runs.iter().zip(&stretches).flat_map(|(runs, stretches)| {
+        let of_pools = runs.iter().filter(|run| run.source != Source::Zeros);
+        of_pools.flat_map(|run| contents_of(stretches, &run.pages))
+    });
+    layout.lay_out(&self::twice(used))
 }
 
-/// Contents that several pages have, or a page and a pool, and how many pages.
-fn duplicates(
-    guests: &[&[Hash]],
-    known: &HashMap<Content, u64>,
-    bounds: &Bounds,
-) -> HashMap<Content, u32> {
-    let mut counts: HashMap<Content, u32> = HashMap::new();
-    for content in guests.iter().flat_map(|guest| contents(guest)).flatten() {
-        if content.hash != bounds.zeros {
-            *counts.entry(content).or_default() += 1;
-        }
+/// Pages one behind the other that have a hash.
+#[derive(Debug)]
+struct Stretch {
+    first: usize,
+    contents: Vec<Content>,
+}
+
+/// The stretches of a guest's pages. All zeros are one content.
+fn stretches(hashes: &[Hash], zeros: NonZeroU64) -> Vec<Stretch> {
+    let mut all = Vec::new();
+    let mut page = 0;
+    while let Some(skip) = hashes[page..].iter().position(Option::is_some) {
+        let first = page + skip;
+        let count = hashes[first..].iter().take_while(|hash| hash.is_some()).count();
+        page = first + count;
+        let hashes = &hashes[first..page];
+        let content = |(hash, content): (&Hash, Option<Content>)| {
+            if *hash == Some(zeros) { *hash } else { content }
+        };
+        let contents = hashes.iter().zip(contents(hashes)).filter_map(content).collect();
+        all.push(Stretch { first, contents });
     }
-    counts.retain(|content, count| *count > 1 || known.contains_key(content));
-    counts
+    all
 }
 
-/// The contents of a guest's pages.
-fn contents(hashes: &[Hash]) -> Vec<Option<Content>> {
-    let (mut last, mut copy) = (None, 0);
-    let content = |hash: &Hash| {
-        copy = if hash.is_some() && *hash == last { (copy + 1) % COPIES } else { 0 };
-        last = *hash;
-        hash.map(|hash| Content { hash, copy })
-    };
-    hashes.iter().map(content).collect()
+/// The contents of pages that lie in one stretch.
+fn contents_of<'s>(stretches: &'s [Stretch], pages: &Range<usize>) -> &'s [Content] {
+    let behind = stretches.partition_point(|stretch| stretch.first <= pages.start);
+    let stretch = behind.checked_sub(1).and_then(|number| stretches.get(number));
+    stretch.map_or(&[], |it| &it.contents[pages.start - it.first..pages.end - it.first])
 }
 
-/// Runs of the contents that `is_wanted`, with new slots for those that have none.
-fn lay_out(
-    guests: &[&[Hash]],
-    is_wanted: impl Fn(&Content) -> bool,
-    known: &HashMap<Content, u64>,
-    next: u64,
-    bounds: &Bounds,
-) -> Plan {
-    let mut plan = Plan::default();
-    let mut slots: HashMap<Content, u64> = HashMap::new();
-    for (number, guest) in guests.iter().enumerate() {
-        let contents = contents(guest);
-        let mut runs = Vec::new();
-        let mut page = 0;
-        while page < contents.len() {
-            if contents[page].is_some_and(|content| content.hash == bounds.zeros) {
-                let is_zero = |content: &Option<Content>| {
-                    content.is_some_and(|content| content.hash == bounds.zeros)
-                };
-                let end = contents[page..].iter().take(RUN_PAGES_MAX);
-                let end = page + end.take_while(|it| is_zero(it)).count();
-                runs.push(PlannedRun { pages: page..end, source: Source::Zeros });
-                page = end;
-                continue;
-            }
-            let wanted = contents[page..].iter().take_while(|content| {
-                content.is_some_and(|it| it.hash != bounds.zeros && is_wanted(&it))
-            });
-            let end = page + wanted.count();
-            if end - page < bounds.run_min {
-                page = end.max(page + 1);
-                continue;
-            }
-            // Only what is in a stretch that is long enough gets a slot.
-            for (page, content) in (page..end).zip(contents[page..end].iter().flatten()) {
-                if !known.contains_key(content) && !slots.contains_key(content) {
-                    slots.insert(*content, next + plan.new.len() as u64);
-                    plan.new.push((number, page, *content));
+/// Contents that come more than once.
+fn twice<'c>(contents: impl Iterator<Item = &'c Content>) -> Contents {
+    let mut all: Vec<Content> = contents.copied().collect();
+    all.sort_unstable();
+    all.chunk_by(|a, b| a == b).filter(|equal| equal.len() > 1).map(|equal| equal[0]).collect()
+}
+
+/// What a plan is made of.
+struct Layout<'l> {
+    guests: &'l [Input<'l>],
+    stretches: &'l [Vec<Stretch>],
+    known: &'l dyn Fn(&Content) -> Option<Slot>,
+    next: u32,
+    bounds: &'l Bounds,
+}
+
+/// New contents, and where they go.
+#[derive(Default)]
+struct New {
+    slots: Slots,
+    pages: Vec<(usize, usize)>,
+}
+
+impl Layout<'_> {
+    /// Runs of contents that come `twice`, or that are known, with new slots for those that have none.
+    fn lay_out(&self, twice: &Contents) -> Plan {
+        let is_wanted =
+            |content: &Content| twice.contains(content) || (self.known)(content).is_some();
+        let mut new = New::default();
+        let mut all = Vec::new();
+        for (guest, input) in self.guests.iter().enumerate() {
+            let mut runs = Vec::new();
+            for stretch in &self.stretches[guest] {
+                let end = stretch.first + stretch.contents.len();
+                if !self.bounds.blocks {
+                    self.add(guest, stretch, stretch.first..end, &is_wanted, &mut new, &mut runs);
+                    continue;
+                }
+                let first = stretch.first.next_multiple_of(BLOCK_PAGES);
+                for block in (first..end).step_by(BLOCK_PAGES) {
+                    let (pages, before) = (block..(block + BLOCK_PAGES).min(end), runs.len());
+                    self.add(guest, stretch, pages, &is_wanted, &mut new, &mut runs);
+                    let covered = runs[before..].iter().map(|run| run.pages.len()).sum::<usize>();
+                    if covered < BLOCK_PAGES {
+                        runs.truncate(before);
+                    }
                 }
             }
-            let slot = |page: usize| {
-                let content = contents[page]?;
-                known.get(&content).or_else(|| slots.get(&content)).copied()
-            };
-            cut(page..end, slot, bounds, &mut runs);
-            page = end;
+            // Zeros first: they take no mapping.
+            runs.sort_by_key(|run| (run.source != Source::Zeros, Reverse(run.pages.len())));
+            let zeros = runs.partition_point(|run| run.source == Source::Zeros);
+            runs.truncate(zeros.saturating_add(input.runs_max));
+            all.push(runs);
         }
-        plan.runs.push(runs);
+        Plan { new: new.pages, runs: all }
     }
-    plan
-}
 
-/// Cuts a stretch where its slots do not go on, or a pool ends; keeps what is long enough.
-fn cut(
-    stretch: Range<usize>,
-    slot: impl Fn(usize) -> Option<u64>,
-    bounds: &Bounds,
-    runs: &mut Vec<PlannedRun>,
-) {
-    let mut page = stretch.start;
-    while page < stretch.end {
-        let Some(first) = slot(page) else { return };
-        let room = bounds.pool_pages - first % bounds.pool_pages;
-        let most = usize::try_from(room).unwrap_or(usize::MAX).min(RUN_PAGES_MAX);
-        let goes_on = (page..stretch.end).zip(first..).take(most);
-        let count = goes_on.take_while(|(page, expected)| slot(*page) == Some(*expected)).count();
-        let end = page + count.max(1);
-        if end - page >= bounds.run_min {
-            runs.push(PlannedRun { pages: page..end, source: Source::Slot(first) });
+    /// Adds the runs of some pages of a stretch.
+    fn add(
+        &self,
+        guest: usize,
+        stretch: &Stretch,
+        pages: Range<usize>,
+        is_wanted: &dyn Fn(&Content) -> bool,
+        new: &mut New,
+        runs: &mut Vec<PlannedRun>,
+    ) {
+        let zeros = self.bounds.zeros;
+        let mut page = pages.start;
+        while page < pages.end {
+            let rest = &stretch.contents[page - stretch.first..pages.end - stretch.first];
+            if rest[0] == zeros {
+                let most = rest.len().min(RUN_PAGES_MAX);
+                let count = rest[..most].iter().take_while(|it| **it == zeros).count();
+                runs.push(PlannedRun { pages: page..page + count, source: Source::Zeros });
+                page += count;
+                continue;
+            }
+            let count = rest.iter().take_while(|it| **it != zeros && is_wanted(it)).count();
+            // Only what is in a part that is long enough gets a slot.
+            if count >= self.bounds.run_min {
+                let slots = rest[..count].iter().zip(page..);
+                let slots: Vec<_> = slots.map(|it| self.slot(it.0, (guest, it.1), new)).collect();
+                self.cut(page, &slots, runs);
+            }
+            page += count.max(1);
         }
-        page = end;
+    }
+
+    /// Where a content is, or goes: a page of a guest.
+    fn slot(&self, content: &Content, from: (usize, usize), new: &mut New) -> Slot {
+        if let Some(known) = (self.known)(content) {
+            return known;
+        }
+        *new.slots.entry(*content).or_insert_with(|| {
+            let (number, size) = (new.pages.len(), self.bounds.pool_pages);
+            new.pages.push(from);
+            let small = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+            Slot {
+                pool: self.next.saturating_add(small(number / size)),
+                page: small(number % size),
+            }
+        })
+    }
+
+    /// Cuts pages from one on where their slots do not go on; keeps what is long enough.
+    fn cut(&self, first: usize, slots: &[Slot], runs: &mut Vec<PlannedRun>) {
+        let goes_on =
+            |a: &Slot, b: &Slot| a.pool == b.pool && a.page.checked_add(1) == Some(b.page);
+        let mut page = first;
+        let parts = slots.chunk_by(goes_on).flat_map(|part| part.chunks(RUN_PAGES_MAX));
+        for part in parts {
+            let pages = page..page + part.len();
+            if part.len() >= self.bounds.run_min {
+                runs.push(PlannedRun { pages: pages.clone(), source: Source::Slot(part[0]) });
+            }
+            page = pages.end;
+        }
     }
 }
 
@@ -206,7 +304,7 @@ mod tests {
     use super::*;
 
     const ZEROS: NonZeroU64 = NonZeroU64::new(1 << 60).unwrap();
-    const BOUNDS: Bounds = Bounds { run_min: 4, zeros: ZEROS, pool_pages: 1024 };
+    const BOUNDS: Bounds = Bounds { run_min: 4, blocks: false, zeros: ZEROS, pool_pages: 1024 };
 
     fn hashes(numbers: impl IntoIterator<Item = i64>) -> Vec<Hash> {
         let hash = |number: i64| match number {
@@ -220,26 +318,35 @@ mod tests {
         PlannedRun { pages, source }
     }
 
+    fn slot(pool: u32, page: u32) -> Source {
+        Source::Slot(Slot { pool, page })
+    }
+
+    fn plan_for(guests: &[&[Hash]], bounds: &Bounds) -> Plan {
+        let guests: Vec<_> =
+            guests.iter().map(|hashes| Input { hashes, runs_max: usize::MAX }).collect();
+        plan(&guests, &|_| None, 0, bounds)
+    }
+
     #[test]
     fn guests_with_the_same_pages_share_runs() {
         let a = hashes([1, 2, 3, 4, 5, 0, 0, 9]);
         let b = hashes([7, 2, 3, 4, 5, 8, 0, 0, -1]);
-        let plan = plan(&[&a, &b], &HashMap::new(), 0, &BOUNDS);
-        let new: Vec<_> = plan.new.iter().map(|(guest, page, _)| (*guest, *page)).collect();
-        assert_eq!(new, [(0, 1), (0, 2), (0, 3), (0, 4)]);
-        assert_eq!(plan.runs[0], [run(5..7, Source::Zeros), run(1..5, Source::Slot(0))]);
-        assert_eq!(plan.runs[1], [run(6..8, Source::Zeros), run(1..5, Source::Slot(0))]);
+        let plan = plan_for(&[&a, &b], &BOUNDS);
+        assert_eq!(plan.new, [(0, 1), (0, 2), (0, 3), (0, 4)]);
+        assert_eq!(plan.runs[0], [run(5..7, Source::Zeros), run(1..5, slot(0, 0))]);
+        assert_eq!(plan.runs[1], [run(6..8, Source::Zeros), run(1..5, slot(0, 0))]);
     }
 
     #[test]
     fn short_runs_are_not_worth_a_mapping() {
         let a = hashes([1, 2, 3, 10, 11, 12]);
         let b = hashes([1, 2, 3, 20, 21, 22]);
-        assert_eq!(plan(&[&a, &b], &HashMap::new(), 0, &BOUNDS).new, []);
+        assert_eq!(plan_for(&[&a, &b], &BOUNDS).new, []);
         // In one guest it lies alone: then the other one's has no second user.
         let a = hashes([1, 2, 3, 4, 5]);
         let b = hashes([1, 2, 9, 3, 4, 9, 5]);
-        let plan = plan(&[&a, &b], &HashMap::new(), 0, &BOUNDS);
+        let plan = plan_for(&[&a, &b], &BOUNDS);
         assert_eq!((plan.new, plan.runs), (Vec::new(), vec![vec![], vec![]]));
     }
 
@@ -247,25 +354,51 @@ mod tests {
     fn equal_pages_in_a_row_are_one_run() {
         let a = hashes(std::iter::repeat_n(5, 100));
         let b = hashes([&[1, 2][..], &[5; 70]].concat());
-        let plan = plan(&[&a, &b], &HashMap::new(), 0, &BOUNDS);
+        let plan = plan_for(&[&a, &b], &BOUNDS);
         assert_eq!(plan.new.len(), 64);
-        assert_eq!(plan.runs[0], [run(0..64, Source::Slot(0)), run(64..100, Source::Slot(0))]);
-        assert_eq!(plan.runs[1], [run(2..66, Source::Slot(0)), run(66..72, Source::Slot(0))]);
+        assert_eq!(plan.runs[0], [run(0..64, slot(0, 0)), run(64..100, slot(0, 0))]);
+        assert_eq!(plan.runs[1], [run(2..66, slot(0, 0)), run(66..72, slot(0, 0))]);
     }
 
     #[test]
     fn known_contents_are_used_and_no_run_crosses_a_pool() {
-        let a = hashes((1000..1010).collect::<Vec<_>>());
-        let known = (0..10)
-            .map(|n| (Content { hash: NonZeroU64::new(1000 + n).unwrap(), copy: 0 }, 1019 + n))
-            .collect();
-        let plan = plan(&[&a], &known, 2048, &BOUNDS);
+        let a = hashes(1000..1010);
+        let known = |content: &Content| {
+            let page = u32::try_from(content.get() - 1000).ok().filter(|page| *page < 10)?;
+            let (pool, page) = if page < 5 { (3, 1019 + page) } else { (4, page - 5) };
+            Some(Slot { pool, page })
+        };
+        let plan = plan(&[Input { hashes: &a, runs_max: 9 }], &known, 5, &BOUNDS);
         assert_eq!(plan.new, []);
-        assert_eq!(plan.runs[0], [run(0..5, Source::Slot(1019)), run(5..10, Source::Slot(1024))]);
+        assert_eq!(plan.runs[0], [run(0..5, slot(3, 1019)), run(5..10, slot(4, 0))]);
         // Nor is it longer than what waits at once.
-        let a = hashes((1..=600).collect::<Vec<_>>());
-        let plan = super::plan(&[&a, &a], &HashMap::new(), 0, &BOUNDS);
+        let a = hashes(1..=1200);
+        let plan = plan_for(&[&a, &a], &BOUNDS);
         let lengths: Vec<_> = plan.runs[1].iter().map(|run| run.pages.len()).collect();
-        assert_eq!(lengths, [256, 256, 88]);
+        assert_eq!(lengths, [256, 256, 256, 256, 176]);
+    }
+
+    #[test]
+    fn a_guest_gets_no_more_mappings_than_it_may_have() {
+        let a = hashes([1, 2, 3, 4, 0, 11, 12, 13, 14, 15]);
+        let guests = [Input { hashes: &a, runs_max: 1 }, Input { hashes: &a, runs_max: 9 }];
+        let plan = plan(&guests, &|_| None, 0, &BOUNDS);
+        // Nobody else has what is left out then.
+        assert_eq!(plan.new.len(), 5);
+        assert_eq!(plan.runs[0], [run(4..5, Source::Zeros), run(5..10, slot(0, 0))]);
+        assert_eq!(plan.runs[1], [run(4..5, Source::Zeros), run(5..10, slot(0, 0))]);
+    }
+
+    #[test]
+    fn of_blocks_only_whole_ones_are_merged() {
+        let bounds = Bounds { blocks: true, ..BOUNDS };
+        let a = hashes((1..=512).chain(600..1000).chain([0; 112]).chain(2000..2300));
+        let b = hashes((1..=512).chain(600..1000).chain([0; 112]).chain([77]).chain(2001..2600));
+        let plan = plan_for(&[&a, &b], &bounds);
+        assert_eq!(plan.new.len(), 912);
+        for runs in plan.runs {
+            assert_eq!(runs.iter().map(|run| run.pages.len()).sum::<usize>(), 1024);
+            assert!(runs.iter().all(|run| run.pages.end <= 1024));
+        }
     }
 }

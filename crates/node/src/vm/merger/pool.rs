@@ -1,27 +1,28 @@
 //! Pools: sealed files in memory with one copy of each content that guests of a trust domain share.
 //!
 //! Nobody can write to a sealed one, root included, so what was compared stays what it was. A pool
-//! cannot lose single pages. So there are many small ones, and each goes when no guest has it.
+//! cannot lose single pages. So there are many small ones, and each goes when no guest maps it.
+//!
+//! A merger that begins takes over the pools that it finds in VMMs: another one made them before.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::Mutex;
 use std::thread::ScopedJoinHandle;
 
 use cofolio_shim::protocol::PAGE;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use cofolio_sys::memory::{is_sealed, sealed};
 
-use super::plan::Content;
+use super::plan::{Slot, Slots, contents};
 use super::scan::hash_of;
 use super::{lock, next};
 
 /// Pages of a pool: 4 MiB.
-pub(super) const POOL_PAGES: u64 = 1024;
-const POOL_LEN: usize = 1024;
-const _: () = assert!(POOL_LEN as u64 == POOL_PAGES);
+pub(super) const POOL_PAGES: usize = 1024;
+/// Numbers from here on are those of images.
+pub(super) const IMAGES: u32 = 1 << 31;
 
 /// One pool.
 #[derive(Debug)]
@@ -29,6 +30,8 @@ pub(super) struct Pool {
     /// Open for reading: what guests get.
     pub(super) file: File,
     pub(super) pages: u32,
+    /// Number of its inode, by which mappings tell it.
+    pub(super) inode: u64,
     /// Processes that have it.
     pub(super) users: HashSet<u32>,
 }
@@ -36,17 +39,17 @@ pub(super) struct Pool {
 /// The pools of a trust domain.
 #[derive(Debug, Default)]
 pub(super) struct Pools {
-    /// By number, which is that of the first slot by [`POOL_PAGES`].
+    /// By number.
     pub(super) pools: BTreeMap<u32, Pool>,
     /// Where contents are.
-    pub(super) slots: HashMap<Content, u64>,
+    pub(super) slots: Slots,
     next: u32,
 }
 
 impl Pools {
-    /// The first slot of the next pool.
-    pub(super) fn next_slot(&self) -> u64 {
-        u64::from(self.next) * POOL_PAGES
+    /// The number of the next pool.
+    pub(super) fn next(&self) -> u32 {
+        self.next
     }
 
     /// Bytes of all pools.
@@ -54,27 +57,25 @@ impl Pools {
         self.pools.values().map(|pool| u64::from(pool.pages) * PAGE as u64).sum()
     }
 
-    /// Makes pools of new contents, whose slots begin with [`Pools::next_slot`], on so many threads:
-    /// `copies` says which of several equal ones each is, and `read` fills in the pages from one of them
-    /// on. Each thread has one pool in this process's memory.
+    /// Makes pools of so many new pages, with numbers from [`Pools::next`] on, on so many threads: `read`
+    /// fills in the pages from one of them on. Each thread has one pool in this process's memory.
     pub(super) fn add(
         &mut self,
-        copies: &[u8],
+        pages: usize,
         threads: usize,
         read: impl Fn(usize, &mut [u8]) + Sync,
     ) -> io::Result<()> {
-        let parts = Mutex::new(copies.chunks(POOL_LEN).zip(self.next..).collect::<Vec<_>>());
+        let parts = (0..pages).step_by(POOL_PAGES).zip(self.next..IMAGES);
+        let parts = Mutex::new(parts.collect::<Vec<_>>());
         let made = Mutex::new(Vec::new());
         let make = || -> io::Result<()> {
-            let mut pages = vec![0; POOL_LEN.min(copies.len()) * PAGE];
-            while let Some((copies, number)) = next(&parts) {
-                let pages = &mut pages[..copies.len() * PAGE];
-                read((number - self.next) as usize * POOL_LEN, pages);
+            let mut buffer = vec![0; POOL_PAGES.min(pages) * PAGE];
+            while let Some((first, number)) = next(&parts) {
+                let content = &mut buffer[..POOL_PAGES.min(pages - first) * PAGE];
+                read(first, content);
                 // What has changed since it was hashed is as good a content as any other.
-                let content =
-                    |(page, copy): (&[u8], &u8)| Content { hash: hash_of(page), copy: *copy };
-                let contents: Vec<_> = pages.chunks(PAGE).zip(copies).map(content).collect();
-                lock(&made).push((number, sealed(pages)?, contents));
+                let hashes: Vec<_> = content.chunks(PAGE).map(|page| Some(hash_of(page))).collect();
+                lock(&made).push((number, sealed("cofolio-pool", content)?, hashes));
             }
             Ok(())
         };
@@ -85,13 +86,46 @@ impl Pools {
             };
             threads.into_iter().map(join).collect::<io::Result<Vec<()>>>()
         })?;
-        for (number, file, contents) in made.into_inner().unwrap_or_default() {
-            let pages = u32::try_from(contents.len()).unwrap_or(u32::MAX);
-            self.slots.extend(contents.into_iter().zip(u64::from(number) * POOL_PAGES..));
-            self.pools.insert(number, Pool { file, pages, users: HashSet::new() });
-            self.next = self.next.max(number + 1);
+        for (number, file, hashes) in made.into_inner().unwrap_or_default() {
+            self.keep(number, file, &hashes)?;
         }
         Ok(())
+    }
+
+    fn keep(&mut self, number: u32, file: File, hashes: &[super::plan::Hash]) -> io::Result<()> {
+        let pages = u32::try_from(hashes.len()).map_err(io::Error::other)?;
+        for (page, content) in (0..).zip(contents(hashes).flatten()) {
+            self.slots.entry(content).or_insert(Slot { pool: number, page });
+        }
+        let inode = file.metadata()?.ino();
+        self.pools.insert(number, Pool { file, pages, inode, users: HashSet::new() });
+        self.next = self.next.max(number + 1);
+        Ok(())
+    }
+
+    /// Takes over a pool that a process has under a number. Whether it could: it must be sealed, and the
+    /// number no other pool's. The process may have been broken into; what the file holds is no secret
+    /// to it, and others compare before they map it.
+    pub(super) fn adopt(&mut self, number: u32, file: File, pid: u32) -> io::Result<bool> {
+        let stat = file.metadata()?;
+        if let Some(pool) = self.pools.get_mut(&number) {
+            let is_same = pool.inode == stat.ino();
+            if is_same {
+                pool.users.insert(pid);
+            }
+            return Ok(is_same);
+        }
+        let most = (POOL_PAGES * PAGE) as u64;
+        let is_whole = stat.len() > 0 && stat.len() <= most && stat.len() % PAGE as u64 == 0;
+        if !(is_whole && is_sealed(&file) && number < IMAGES - 1) {
+            return Ok(false);
+        }
+        let mut content = vec![0; usize::try_from(stat.len()).unwrap_or(0)];
+        file.read_exact_at(&mut content, 0)?;
+        let hashes: Vec<_> = content.chunks(PAGE).map(|page| Some(hash_of(page))).collect();
+        self.keep(number, file, &hashes)?;
+        self.pools.entry(number).and_modify(|pool| _ = pool.users.insert(pid));
+        Ok(true)
     }
 
     /// Drops pools that only processes had that have ended.
@@ -99,24 +133,17 @@ impl Pools {
         for pool in self.pools.values_mut() {
             pool.users.retain(|pid| lives(*pid));
         }
-        let before = self.pools.len();
-        self.pools.retain(|_, pool| !pool.users.is_empty());
-        if self.pools.len() < before {
-            let pools = &self.pools;
-            let number = |slot: u64| u32::try_from(slot / POOL_PAGES).unwrap_or(u32::MAX);
-            self.slots.retain(|_, slot| pools.contains_key(&number(*slot)));
-        }
+        self.take(|pool| pool.users.is_empty());
     }
-}
 
-/// A file in memory with these pages, which never changes, open for reading.
-fn sealed(pages: &[u8]) -> io::Result<File> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
-    let file = File::from(memfd_create("cofolio-pool", flags)?);
-    file.write_all_at(pages, 0)?;
-    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL;
-    fcntl_add_seals(&file, seals)?;
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    /// Takes pools out.
+    pub(super) fn take(&mut self, is_taken: impl Fn(&Pool) -> bool) -> BTreeMap<u32, Pool> {
+        let all = std::mem::take(&mut self.pools);
+        let (taken, kept): (BTreeMap<_, _>, _) = all.into_iter().partition(|(_, it)| is_taken(it));
+        self.pools = kept;
+        self.slots.retain(|_, slot| !taken.contains_key(&slot.pool));
+        taken
+    }
 }
 
 #[cfg(test)]
@@ -125,35 +152,46 @@ mod tests {
 
     use super::*;
 
-    /// A VMM that was broken into has a pool's descriptor, and runs as root.
-    #[test]
-    fn nobody_writes_to_a_pool() {
-        let mut pools = Pools::default();
-        pools.add(&[0, 0], 2, |_, pages| pages[..PAGE].fill(7)).unwrap();
-        let pool = &pools.pools[&0];
-        let path = format!("/proc/self/fd/{}", pool.file.as_raw_fd());
-        assert!(pool.file.write_all_at(b"x", 0).is_err());
-        let again = File::options().read(true).write(true).open(&path).unwrap();
-        assert!(again.write_all_at(b"x", 0).is_err());
-        assert!(again.set_len(0).is_err());
-        let mut page = [0; PAGE];
-        pool.file.read_exact_at(&mut page, PAGE as u64).unwrap();
-        assert_eq!(page, [0; PAGE]);
-        pool.file.read_exact_at(&mut page, 0).unwrap();
-        assert_eq!(page, [7; PAGE]);
-    }
-
     #[test]
     fn a_pool_goes_with_its_last_user() {
         let mut pools = Pools::default();
-        pools.add(&[0], 1, |_, pages| pages.fill(1)).unwrap();
-        assert_eq!(pools.next_slot(), POOL_PAGES);
-        pools.add(&[3], 1, |_, pages| pages.fill(2)).unwrap();
+        pools.add(1, 1, |_, pages| pages.fill(1)).unwrap();
+        assert_eq!(pools.next(), 1);
+        pools.add(1, 1, |_, pages| pages.fill(2)).unwrap();
         pools.pools.get_mut(&0).unwrap().users.insert(10);
         pools.pools.get_mut(&1).unwrap().users.extend([10, 11]);
         pools.retain_living(|pid| pid == 11);
-        let content = Content { hash: hash_of(&[2; PAGE]), copy: 3 };
-        assert_eq!(pools.slots, [(content, POOL_PAGES)].into());
+        let slots: Vec<_> = pools.slots.iter().collect();
+        assert_eq!(slots, [(&hash_of(&[2; PAGE]), &Slot { pool: 1, page: 0 })]);
         assert_eq!(pools.bytes(), PAGE as u64);
+    }
+
+    #[test]
+    fn pools_of_an_earlier_merger_are_taken_over() {
+        let mut before = Pools::default();
+        before.add(3, 1, |_, pages| pages[..PAGE].fill(5)).unwrap();
+        let file = || before.pools[&0].file.try_clone().unwrap();
+        let mut pools = Pools::default();
+        assert!(pools.adopt(7, file(), 10).unwrap());
+        assert!(pools.adopt(7, file(), 11).unwrap());
+        assert_eq!((pools.next(), pools.bytes()), (8, 3 * PAGE as u64));
+        assert_eq!(
+            pools.slots,
+            before
+                .slots
+                .iter()
+                .map(|(content, slot)| { (*content, Slot { pool: 7, ..*slot }) })
+                .collect()
+        );
+        assert_eq!(pools.pools[&7].users, [10, 11].into());
+        // Another one under the same number, one that can change, and one that is no pool.
+        let mut others = Pools::default();
+        others.add(1, 1, |_, pages| pages.fill(6)).unwrap();
+        assert!(!pools.adopt(7, others.pools[&0].file.try_clone().unwrap(), 12).unwrap());
+        let open = tempfile::tempfile().unwrap();
+        open.set_len(PAGE as u64).unwrap();
+        assert!(!pools.adopt(8, open, 12).unwrap());
+        assert!(!pools.adopt(8, File::open("/dev/null").unwrap(), 12).unwrap());
+        assert_eq!(pools.bytes(), 3 * PAGE as u64);
     }
 }

@@ -1,5 +1,16 @@
 //! What is known of a guest's pages between two looks: which stay as they are, and their hashes.
+//!
+//! ```text
+//! written to before a look     young
+//! still as it was at the next  due: hashed, if it is private memory and not the page of zeros
+//! written to again             forgotten, and young
+//! changed while it was merged  volatile: left alone for some looks, for twice as many the next time
+//! ```
+//!
+//! A look costs next to nothing where nothing was written to: the kernel passes over pages that are
+//! write-protected still, and all else is done for those alone that are due.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
@@ -13,10 +24,9 @@ use twox_hash::XxHash3_64;
 
 use super::plan::Hash;
 
-/// The age of a page that cannot be merged: it is not there, or is merged.
-const NEVER: i8 = i8::MIN;
-/// A page that was changed when it was to be merged is left alone for so many looks.
-const VOLATILE: i8 = -8;
+/// A page that changed while it was merged is left alone for so many looks at first, and at most.
+const VOLATILE: u64 = 8;
+const VOLATILE_MAX: u64 = 512;
 /// Pages that are read at once.
 const READ_PAGES: usize = 64;
 
@@ -31,72 +41,129 @@ pub(super) struct Pages {
     pagemap: File,
     memory: ProcessMemory,
     start: u64,
-    /// Looks since a page was written to; below 0 it is left alone for as many; or [`NEVER`].
-    ages: Vec<i8>,
+    /// Of pages that stay as they are and are not merged.
     hashes: Vec<Hash>,
+    looks: u64,
+    young: Vec<Range<usize>>,
+    due: Vec<Range<usize>>,
+    volatile: HashMap<usize, Volatile>,
+}
+
+#[derive(Debug)]
+struct Volatile {
+    /// No sooner than at this look.
+    until: u64,
+    /// For so many looks.
+    wait: u64,
 }
 
 impl Pages {
     /// Of the process's memory at these addresses.
     pub(super) fn new(proc: &Path, pid: u32, start: u64, len: u64) -> io::Result<Self> {
-        let dir = proc.join(pid.to_string());
         let count = usize::try_from(len / PAGE as u64).unwrap_or(0);
         Ok(Self {
-            pagemap: File::open(dir.join("pagemap"))?,
+            pagemap: File::open(proc.join(pid.to_string()).join("pagemap"))?,
             memory: ProcessMemory::open(pid)?,
             start,
-            ages: vec![NEVER; count],
             hashes: vec![None; count],
+            looks: 0,
+            young: Vec::new(),
+            due: Vec::new(),
+            volatile: HashMap::new(),
         })
     }
 
-    /// Looks which pages were written to since the last look.
+    /// Looks which pages were written to since the last look, and write-protects them.
     pub(super) fn look(&mut self) -> io::Result<()> {
+        self.looks += 1;
+        // Exactly this question the kernel answers fast. It leaves out what is mapped of a pool, and where
+        // no page ever was; a page that was discarded it finds once.
         let query = Query {
-            // Pages of a pool are not watched, nor is what the guest has written to since.
-            mask: category::PRESENT | category::WP_ALLOWED,
-            inverted: category::ZERO | category::FILE,
+            mask: category::WRITTEN,
             returned: category::WRITTEN,
             write_protect: true,
+            inverted: 0,
         };
-        let end = self.start + (self.ages.len() * PAGE) as u64;
-        let (mut next, start) = (0, self.start);
-        let (ages, hashes) = (&mut self.ages, &mut self.hashes);
-        let forget = |pages: Range<usize>, ages: &mut [i8], hashes: &mut [Hash]| {
-            ages[pages.clone()].fill(NEVER);
-            hashes[pages].fill(None);
+        let mut written = Vec::new();
+        self.scan(0..self.hashes.len(), query, |pages| push(&mut written, pages))?;
+        for pages in &written {
+            self.hashes[pages.clone()].fill(None);
+        }
+        let stayed = without(&std::mem::replace(&mut self.young, written), &self.young);
+        let mut due = self.leave_volatile(stayed);
+        due.sort_unstable_by_key(|pages| pages.start);
+        // Reading what is not there would bring a page.
+        let query = Query {
+            mask: category::PRESENT,
+            inverted: category::ZERO | category::FILE,
+            ..Query::default()
         };
-        let page = |address: u64| usize::try_from((address - start) / PAGE as u64).unwrap_or(0);
-        scan(&self.pagemap, start..end, query, |region| {
-            let (first, last) = (page(region.start), page(region.end));
-            forget(next..first, ages, hashes);
-            let was_written = region.categories & category::WRITTEN != 0;
-            for page in first..last {
-                ages[page] = match ages[page] {
-                    NEVER => 0,
-                    age if age < 0 => age + 1,
-                    age if !was_written => age.saturating_add(1),
-                    _ => 0,
-                };
-                if was_written {
-                    hashes[page] = None;
-                }
-            }
-            next = last;
-        })?;
-        let count = ages.len();
-        forget(next..count, ages, hashes);
+        let mut present = Vec::new();
+        for pages in due {
+            self.scan(pages, query, |pages| push(&mut present, pages))?;
+        }
+        self.due = present;
         Ok(())
     }
 
-    /// Parts of it that can be hashed apart from each other.
-    pub(super) fn parts(&mut self, pages: usize) -> impl Iterator<Item = Part<'_>> {
-        let (memory, start) = (&self.memory, self.start);
-        let parts = self.ages.chunks(pages).zip(self.hashes.chunks_mut(pages));
-        parts.enumerate().map(move |(number, (ages, hashes))| {
-            let start = start + (number * pages * PAGE) as u64;
-            Part { memory, start, ages, hashes }
+    fn scan(
+        &self,
+        pages: Range<usize>,
+        query: Query,
+        mut each: impl FnMut(Range<usize>),
+    ) -> io::Result<()> {
+        let address = |page: usize| self.start + (page * PAGE) as u64;
+        let page =
+            |address: u64| usize::try_from((address - self.start) / PAGE as u64).unwrap_or(0);
+        scan(&self.pagemap, address(pages.start)..address(pages.end), query, |region| {
+            each(page(region.start)..page(region.end));
         })
+    }
+
+    /// Takes volatile pages out, and adds those whose time is over.
+    fn leave_volatile(&mut self, pages: Vec<Range<usize>>) -> Vec<Range<usize>> {
+        let now = self.looks;
+        // Remembered a while longer: one that changes again then waits for longer.
+        self.volatile.retain(|_, it| now <= it.until + it.wait);
+        let mut waiting: Vec<usize> = Vec::new();
+        let mut due = Vec::new();
+        for (page, it) in &self.volatile {
+            if now <= it.until {
+                waiting.push(*page);
+            }
+            // Whether it stayed as it was until now is not known of one that was written to again.
+            if now == it.until + 1 && self.hashes[*page].is_none() && !has(&self.young, *page) {
+                due.push(*page..*page + 1);
+            }
+        }
+        waiting.sort_unstable();
+        let waiting: Vec<_> = waiting.into_iter().map(|page| page..page + 1).collect();
+        let mut pages = without(&pages, &waiting);
+        due.retain(|it| !has(&pages, it.start));
+        pages.extend(due);
+        pages
+    }
+
+    /// How many pages are to be hashed.
+    pub(super) fn due(&self) -> usize {
+        self.due.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    /// The pages to be hashed, in parts that can be hashed apart from each other.
+    pub(super) fn parts(&mut self, pages: usize) -> Vec<Part<'_>> {
+        let (mut parts, mut rest, mut at) = (Vec::new(), &mut *self.hashes, 0);
+        for due in std::mem::take(&mut self.due) {
+            let mut first = due.start;
+            while first < due.end {
+                let count = (due.end - first).min(pages);
+                let (_, behind) = rest.split_at_mut(first - at);
+                let (hashes, behind) = behind.split_at_mut(count);
+                let start = self.start + (first * PAGE) as u64;
+                parts.push(Part { memory: &self.memory, start, hashes });
+                (rest, at, first) = (behind, first + count, first + count);
+            }
+        }
+        parts
     }
 
     /// The hashes of pages that have stayed as they are.
@@ -111,13 +178,51 @@ impl Pages {
 
     /// Notes that a page is merged.
     pub(super) fn set_merged(&mut self, page: usize) {
-        (self.ages[page], self.hashes[page]) = (NEVER, None);
+        self.hashes[page] = None;
     }
 
-    /// Notes that a page has changed since it was hashed.
+    /// Notes that a page has changed since it was hashed, or since it was merged.
     pub(super) fn set_volatile(&mut self, page: usize) {
-        (self.ages[page], self.hashes[page]) = (VOLATILE, None);
+        self.hashes[page] = None;
+        let wait = self.volatile.get(&page).map_or(VOLATILE, |it| (it.wait * 2).min(VOLATILE_MAX));
+        self.volatile.insert(page, Volatile { until: self.looks + wait, wait });
     }
+}
+
+/// Adds pages behind all others.
+fn push(all: &mut Vec<Range<usize>>, pages: Range<usize>) {
+    match all.last_mut().filter(|last| last.end == pages.start) {
+        Some(last) => last.end = pages.end,
+        None => all.push(pages),
+    }
+}
+
+/// Whether a page is in ranges that are in order.
+fn has(ranges: &[Range<usize>], page: usize) -> bool {
+    let behind = ranges.partition_point(|range| range.end <= page);
+    ranges.get(behind).is_some_and(|range| range.contains(&page))
+}
+
+/// Ranges less others, all in order.
+pub(super) fn without(ranges: &[Range<usize>], others: &[Range<usize>]) -> Vec<Range<usize>> {
+    let (mut left, mut next) = (Vec::new(), 0);
+    for range in ranges {
+        let mut start = range.start;
+        while others.get(next).is_some_and(|other| other.end <= start) {
+            next += 1;
+        }
+        // The last of them may reach into the next range.
+        for other in others[next..].iter().take_while(|other| other.start < range.end) {
+            if other.start > start {
+                left.push(start..other.start);
+            }
+            start = start.max(other.end);
+        }
+        if start < range.end {
+            left.push(start..range.end);
+        }
+    }
+    left
 }
 
 /// A part of a guest's pages.
@@ -125,30 +230,43 @@ impl Pages {
 pub(super) struct Part<'p> {
     memory: &'p ProcessMemory,
     start: u64,
-    ages: &'p [i8],
     hashes: &'p mut [Hash],
 }
 
 impl Part<'_> {
-    /// Hashes the pages that were not written to for a whole period and have no hash yet; how many.
-    pub(super) fn hash(self) -> io::Result<u64> {
-        let mut buffer = vec![0; READ_PAGES * PAGE];
-        let (mut page, mut hashed) = (0, 0);
-        while page < self.ages.len() {
-            let due = self.ages.iter().zip(&*self.hashes).skip(page).take(READ_PAGES);
-            let count = due.take_while(|(age, hash)| **age >= 1 && hash.is_none()).count();
-            if count == 0 {
-                page += 1;
-                continue;
+    /// Hashes its pages.
+    pub(super) fn hash(self) -> io::Result<()> {
+        let mut buffer = vec![0; READ_PAGES.min(self.hashes.len()) * PAGE];
+        let mut at = self.start;
+        for hashes in self.hashes.chunks_mut(READ_PAGES) {
+            let content = &mut buffer[..hashes.len() * PAGE];
+            self.memory.read_exact_at(content, at)?;
+            for (hash, page) in hashes.iter_mut().zip(content.chunks(PAGE)) {
+                *hash = Some(hash_of(page));
             }
-            let content = &mut buffer[..count * PAGE];
-            self.memory.read_exact_at(content, self.start + (page * PAGE) as u64)?;
-            for (number, content) in content.chunks(PAGE).enumerate() {
-                self.hashes[page + number] = Some(hash_of(content));
-            }
-            page += count;
-            hashed += count as u64;
+            at += content.len() as u64;
         }
-        Ok(hashed)
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_taken_out_of_others() {
+        let ranges = |ends: &[[usize; 2]]| ends.iter().map(|it| it[0]..it[1]).collect::<Vec<_>>();
+        let less = |all: &[[usize; 2]], others: &[[usize; 2]]| -> Vec<[usize; 2]> {
+            let left = without(&ranges(all), &ranges(others));
+            left.iter().map(|it| [it.start, it.end]).collect()
+        };
+        assert_eq!(less(&[[0, 10]], &[]), [[0, 10]]);
+        assert_eq!(less(&[[0, 10], [20, 30]], &[[0, 10]]), [[20, 30]]);
+        assert_eq!(less(&[[0, 10], [20, 30]], &[[5, 25]]), [[0, 5], [25, 30]]);
+        assert_eq!(less(&[[0, 10]], &[[1, 2], [4, 5], [9, 20]]), [[0, 1], [2, 4], [5, 9]]);
+        assert_eq!(less(&[[0, 2], [4, 6], [8, 10]], &[[0, 3], [5, 9]]), [[4, 5], [9, 10]]);
+        let all = ranges(&[[1, 3], [7, 9]]);
+        assert!(has(&all, 8) && !has(&all, 3));
     }
 }

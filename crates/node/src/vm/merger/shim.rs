@@ -5,36 +5,59 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, Run, kind};
+use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, RUN_PAGES_MAX, Run, kind};
+use rustix::io::Errno;
 
-use crate::vm::socket::send_with;
+use crate::vm::socket::{receive_with, send_with};
 
 /// How long a shim may take for an answer. A run takes some milliseconds at most.
-const ANSWER: Duration = Duration::from_secs(30);
+const ANSWER: Duration = Duration::from_secs(10);
 
 /// A connection to a shim.
 #[derive(Debug)]
 pub(super) struct Shim {
     socket: UnixStream,
-    /// Pools that it has.
+    /// Pools and images that it has, by number.
     pools: HashSet<u32>,
 }
 
 impl Shim {
     /// Asks where the guest's memory is.
     pub(super) fn new(socket: UnixStream) -> io::Result<(Self, Hello)> {
-        socket.set_read_timeout(Some(ANSWER))?;
         socket.set_write_timeout(Some(ANSWER))?;
         let mut shim = Self { socket, pools: HashSet::new() };
         shim.send(Head { kind: kind::HELLO, ..Head::default() }, None)?;
         let mut hello = [Hello::default()];
-        shim.socket.read_exact(Plain::bytes_mut(&mut hello))?;
+        shim.receive(Plain::bytes_mut(&mut hello))?;
         match hello[0].errno {
             0 => Ok((shim, hello[0])),
             errno => Err(error_of(errno)),
         }
+    }
+
+    /// The files that it has of an earlier merger, with their numbers: at most so many.
+    pub(super) fn kept(&mut self, most: usize) -> io::Result<Vec<(u32, File)>> {
+        self.send(Head { kind: kind::POOLS, ..Head::default() }, None)?;
+        let mut count = [0_u32];
+        self.receive(Plain::bytes_mut(&mut count))?;
+        let count = usize::try_from(count[0]).unwrap_or(usize::MAX);
+        if count > most {
+            let what = format!("it has {count} pools, more than its guest's memory can need");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let until = Instant::now() + ANSWER;
+        let one = |_| {
+            let mut head = [Head::default()];
+            self.wait_until(until)?;
+            let file = receive_with(&self.socket, Plain::bytes_mut(&mut head))?;
+            let file = file.ok_or(io::ErrorKind::InvalidData)?;
+            Ok((head[0].argument, File::from(file)))
+        };
+        let kept: Vec<(u32, File)> = (0..count).map(one).collect::<io::Result<_>>()?;
+        self.pools.extend(kept.iter().map(|(number, _)| *number));
+        Ok(kept)
     }
 
     /// Gives it a pool, unless it has it.
@@ -44,23 +67,55 @@ impl Shim {
         }
         let head = Head { kind: kind::POOL, count: pages, argument: number, reserved: 0 };
         self.send(head, Some(file))?;
-        let mut errno = [0_u32];
-        self.socket.read_exact(Plain::bytes_mut(&mut errno))?;
-        match errno[0] {
-            0 => _ = self.pools.insert(number),
-            errno => return Err(error_of(errno)),
+        self.errno()?;
+        self.pools.insert(number);
+        Ok(())
+    }
+
+    /// Has it give up a pool that it has. What is mapped of it stays.
+    pub(super) fn forget(&mut self, number: u32) -> io::Result<()> {
+        if !self.pools.remove(&number) {
+            return Ok(());
+        }
+        self.send(Head { kind: kind::FORGET, argument: number, ..Head::default() }, None)?;
+        self.errno()
+    }
+
+    /// Merges or converts runs, at most [`cofolio_shim::protocol::RUNS_MAX`]: what came of each.
+    pub(super) fn ask(&mut self, kind: u32, runs: &[Run]) -> io::Result<Vec<Outcome>> {
+        let count = u32::try_from(runs.len()).unwrap_or(u32::MAX);
+        self.send(Head { kind, count, ..Head::default() }, None)?;
+        self.socket.write_all(Plain::bytes(runs))?;
+        let mut outcomes = vec![Outcome::default(); runs.len()];
+        self.receive(Plain::bytes_mut(&mut outcomes))?;
+        if let Some((run, outcome)) = runs.iter().zip(&outcomes).find(|it| !is_possible(it)) {
+            let what = format!("its shim answers {outcome:?} to {run:?}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        Ok(outcomes)
+    }
+
+    /// Fills `bytes` with an answer. A timeout of the socket is one of each read, and a shim that sends a
+    /// byte now and then would hold the merger up for ever.
+    fn receive(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
+        let until = Instant::now() + ANSWER;
+        while !bytes.is_empty() {
+            self.wait_until(until)?;
+            match self.socket.read(bytes) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => bytes = &mut bytes[read..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(late()),
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
     }
 
-    /// Merges runs, at most [`cofolio_shim::protocol::RUNS_MAX`]: what came of each.
-    pub(super) fn merge(&mut self, runs: &[Run]) -> io::Result<Vec<Outcome>> {
-        let count = u32::try_from(runs.len()).unwrap_or(u32::MAX);
-        self.send(Head { kind: kind::MERGE, count, ..Head::default() }, None)?;
-        self.socket.write_all(Plain::bytes(runs))?;
-        let mut outcomes = vec![Outcome::default(); runs.len()];
-        self.socket.read_exact(Plain::bytes_mut(&mut outcomes))?;
-        Ok(outcomes)
+    /// The next read waits until then at most.
+    fn wait_until(&self, until: Instant) -> io::Result<()> {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(late()) } else { self.socket.set_read_timeout(Some(left)) }
     }
 
     fn send(&mut self, head: Head, file: Option<&File>) -> io::Result<()> {
@@ -70,8 +125,25 @@ impl Shim {
             None => self.socket.write_all(Plain::bytes(&heads)),
         }
     }
+
+    fn errno(&mut self) -> io::Result<()> {
+        let mut errno = [0_u32];
+        self.receive(Plain::bytes_mut(&mut errno))?;
+        if errno[0] == 0 { Ok(()) } else { Err(error_of(errno[0])) }
+    }
+}
+
+/// Whether an outcome is one of a run: it has no more pages than that.
+fn is_possible((run, outcome): &(&Run, &Outcome)) -> bool {
+    let pages = run.pages as usize;
+    let all = outcome.count() + u32::from(outcome.changed) + u32::from(outcome.busy);
+    all <= run.pages && !(pages..RUN_PAGES_MAX).any(|page| outcome.is_merged(page))
+}
+
+fn late() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "its shim does not answer")
 }
 
 fn error_of(errno: u32) -> io::Error {
-    io::Error::from_raw_os_error(i32::try_from(errno).unwrap_or(0))
+    io::Error::from_raw_os_error(i32::try_from(errno).unwrap_or(Errno::IO.raw_os_error()))
 }

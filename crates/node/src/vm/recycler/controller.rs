@@ -42,10 +42,12 @@ const MEMORY_PRESSURE: f64 = 5.0;
 pub(super) struct Sample {
     /// When, since some moment.
     pub at: Duration,
-    /// Bytes that the guest has free.
+    /// When the guest said what it has.
+    pub said: Duration,
+    /// Bytes that the guest has free, of its memory.
     pub free: u64,
-    /// Bytes of its memory that the host holds.
-    pub resident: u64,
+    /// Bytes of its memory that have a content: the host holds them, or they are merged.
+    pub filled: u64,
     /// How often it had to wait for memory: swapped in, or read what it had dropped.
     pub stalls: u64,
 }
@@ -71,6 +73,8 @@ pub(super) struct Controller {
     /// Since when a pulse would return something.
     worth_since: Option<Duration>,
     back_off: Duration,
+    /// At the last sample the host's processors were busy.
+    was_busy: bool,
     /// After a pulse: when, what the host held then, what it had returned.
     pulsed: Option<(Duration, u64, u64)>,
     waiting: Waiting,
@@ -86,6 +90,7 @@ impl Controller {
             wait_until: Duration::ZERO,
             worth_since: None,
             back_off: BACK_OFF,
+            was_busy: false,
             pulsed: None,
             waiting: Waiting::default(),
         }
@@ -99,55 +104,67 @@ impl Controller {
     /// Bytes that the guest has free and the host still holds, at least: some of what the guest
     /// uses may never have been touched.
     pub(super) fn unreturned(&self, sample: &Sample) -> u64 {
-        sample.resident.saturating_sub(self.memory.saturating_sub(sample.free))
+        sample.filled.saturating_sub(self.memory.saturating_sub(sample.free))
     }
 
     /// Takes a sample. Returns how many bytes a pulse is to take now, if there is to be one.
     pub(super) fn sample(&mut self, sample: Sample, pressure: Pressure) -> Option<u64> {
         let unreturned = self.unreturned(&sample);
-        let since = self.last.map_or(sample.at, |last| last.at);
-        self.waiting.change(unreturned.saturating_sub(self.policy.reserve), since, sample.at);
         let last = self.last.replace(sample);
+        // Freed after the guest had spoken last, as far as anybody knows.
+        let (since, held) = last.map_or((sample.at, 0), |last| (last.said, last.filled));
+        let excess = unreturned.saturating_sub(self.policy.reserve);
+        self.waiting.give(held.saturating_sub(sample.filled), sample.at);
+        self.waiting.set(excess, since);
         self.judge_last_pulse(&sample);
         let worth = WORTH_MIN.max(self.memory >> 8);
         let grows = last.is_some_and(|last| sample.free + worth < last.free);
         let stalls = last.is_some_and(|last| sample.stalls > last.stalls);
-        let host_is_busy = pressure.cpu > CPU_PRESSURE_MAX && pressure.memory < MEMORY_PRESSURE;
+        self.was_busy = is_busy(pressure);
         let spare = sample.free.saturating_sub(self.policy.reserve);
         // A little more: what was reported is not always what the balloon finds last.
         let bytes = (unreturned + unreturned / 8).min(spare).min(self.policy.pulse_max);
-        let excess = unreturned.saturating_sub(self.policy.reserve);
         if excess < worth || bytes < worth || grows || stalls {
             self.worth_since = None;
             return None;
         }
         let since = *self.worth_since.get_or_insert(sample.at);
-        let wait = if host_is_busy { BUSY_WAIT } else { Duration::ZERO };
+        let wait = if self.was_busy { BUSY_WAIT } else { Duration::ZERO };
         (sample.at >= self.wait_until && sample.at >= since + wait).then_some(bytes)
     }
 
-    /// Whether a pulse that goes on has to end: the guest needs its memory.
-    pub(super) fn must_abort(&self, free: u64, stalls: u64) -> bool {
+    /// Whether a pulse that goes on has to end because the guest needs its memory.
+    pub(super) fn guest_needs(&self, free: u64, stalls: u64) -> bool {
         let before = self.last.map_or(0, |last| last.stalls);
         free < self.policy.reserve / 2 || stalls > before
     }
 
+    /// Whether a pulse that goes on has to end because the host's processors became busy meanwhile.
+    pub(super) fn host_needs(&self, pressure: Pressure) -> bool {
+        is_busy(pressure) && !self.was_busy
+    }
+
     /// A pulse has ended, and this is what the host holds now.
-    pub(super) fn pulsed(&mut self, at: Duration, resident: u64) {
-        let before = self.last.map_or(resident, |last| last.resident);
-        let returned = before.saturating_sub(resident);
-        self.pulsed = Some((at, resident, returned));
-        self.wait_until = at + self.back_off;
-        // In vain: the guest's free pages are not what the host holds.
-        if returned < WORTH_MIN {
-            self.back_off_longer(at);
+    pub(super) fn pulsed(&mut self, at: Duration, filled: u64) {
+        let before = self.last.map_or(filled, |last| last.filled);
+        let returned = before.saturating_sub(filled);
+        self.waiting.give(returned, at);
+        if let Some(last) = &mut self.last {
+            last.filled = filled;
         }
+        if returned < WORTH_MIN {
+            // In vain: the guest's free pages are not what the host holds, or its balloon gets none.
+            self.pulsed = None;
+            return self.back_off_longer(at);
+        }
+        self.pulsed = Some((at, filled, returned));
+        self.wait_until = at + self.back_off;
     }
 
     /// Waits longer after a pulse that was for nothing.
     fn judge_last_pulse(&mut self, sample: &Sample) {
-        let Some((at, resident, returned)) = self.pulsed else { return };
-        if sample.resident.saturating_sub(resident) > returned / 2 && returned > 0 {
+        let Some((at, filled, returned)) = self.pulsed else { return };
+        if sample.filled.saturating_sub(filled) > returned / 2 {
             self.pulsed = None;
             self.back_off_longer(at);
         } else if sample.at.saturating_sub(at) > AT_ONCE {
@@ -167,6 +184,14 @@ impl Controller {
     }
 }
 
+/// Whether other tasks come first.
+fn is_busy(pressure: Pressure) -> bool {
+    pressure.cpu > CPU_PRESSURE_MAX && pressure.memory < MEMORY_PRESSURE
+}
+
+/// Moments that freed bytes are told apart by.
+const FREED_MAX: usize = 256;
+
 /// Freed bytes that are not returned yet, oldest first.
 #[derive(Debug, Default)]
 struct Waiting {
@@ -177,12 +202,10 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// So many bytes wait now; between `since` and `now` some were freed, or returned.
-    fn change(&mut self, bytes: u64, since: Duration, now: Duration) {
-        if bytes > self.bytes {
-            self.freed.push_back((since, bytes - self.bytes));
-        }
-        let mut left = self.bytes.saturating_sub(bytes);
+    /// So many bytes were returned, of which some may not have waited.
+    fn give(&mut self, bytes: u64, now: Duration) {
+        let mut left = bytes.min(self.bytes);
+        self.bytes -= left;
         while left > 0
             && let Some((at, count)) = self.freed.front_mut()
         {
@@ -192,6 +215,36 @@ impl Waiting {
             left -= returned;
             if *count == 0 {
                 self.freed.pop_front();
+            }
+        }
+    }
+
+    /// So many bytes wait now: the guest has freed more since `since`, or has taken some back. It takes
+    /// what it has freed last, and these were not returned.
+    fn set(&mut self, bytes: u64, since: Duration) {
+        if bytes > self.bytes {
+            let more = bytes - self.bytes;
+            match self.freed.back_mut().filter(|(at, _)| *at == since) {
+                Some((_, count)) => *count += more,
+                None => self.freed.push_back((since, more)),
+            }
+        }
+        // A guest may free a page a second for months, and the host return none.
+        if self.freed.len() > FREED_MAX
+            && let Some((_, count)) = self.freed.pop_back()
+            && let Some((_, last)) = self.freed.back_mut()
+        {
+            *last += count;
+        }
+        let mut left = self.bytes.saturating_sub(bytes);
+        while left > 0
+            && let Some((_, count)) = self.freed.back_mut()
+        {
+            let taken = left.min(*count);
+            *count -= taken;
+            left -= taken;
+            if *count == 0 {
+                self.freed.pop_back();
             }
         }
         self.bytes = bytes;
@@ -207,17 +260,21 @@ pub const LATENCY_MS: [u64; 12] =
 pub struct Latencies {
     /// Those of each class of [`LATENCY_MS`], and last those that waited longer.
     pub bytes: [u64; LATENCY_MS.len() + 1],
+    /// How many milliseconds all bytes together have waited.
+    pub byte_ms: u64,
 }
 
 impl Latencies {
     fn add(&mut self, waited: Duration, bytes: u64) {
         let millis = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
         self.bytes[LATENCY_MS.partition_point(|bound| *bound < millis)] += bytes;
+        self.byte_ms = self.byte_ms.saturating_add(bytes.saturating_mul(millis));
     }
 
     /// Adds those of another guest.
     pub(super) fn join(&mut self, other: &Self) {
         self.bytes.iter_mut().zip(other.bytes).for_each(|(ours, theirs)| *ours += theirs);
+        self.byte_ms = self.byte_ms.saturating_add(other.byte_ms);
     }
 
     /// Within how many milliseconds this share of the bytes was returned, at the most; none if
@@ -245,9 +302,9 @@ mod tests {
         Controller::new(512 * MIB, Policy::default())
     }
 
-    fn sample(seconds: u64, free: u64, resident: u64) -> Sample {
+    fn sample(seconds: u64, free: u64, filled: u64) -> Sample {
         let at = Duration::from_secs(seconds);
-        Sample { at, free: free * MIB, resident: resident * MIB, stalls: 0 }
+        Sample { at, said: at, free: free * MIB, filled: filled * MIB, stalls: 0 }
     }
 
     const CALM: Pressure = Pressure { cpu: 0.0, memory: 0.0 };
@@ -265,7 +322,7 @@ mod tests {
         assert_eq!(it.sample(sample(5, 400, 140), CALM), None);
         // What is left is within the reserve.
         assert_eq!(it.sample(sample(60, 400, 140), CALM), None);
-        assert_eq!(it.latencies().quantile_ms(0.99), Some(3000));
+        assert_eq!(it.latencies().quantile_ms(0.99), Some(2000));
     }
 
     #[test]
@@ -276,8 +333,8 @@ mod tests {
         assert!(it.sample(sample(3, 300, 512), CALM).is_some());
         let stalled = Sample { stalls: 7, ..sample(4, 300, 512) };
         assert_eq!(it.sample(stalled, CALM), None);
-        assert!(it.must_abort(300 * MIB, 8) && it.must_abort(MIB, 7));
-        assert!(!it.must_abort(100 * MIB, 7));
+        assert!(it.guest_needs(300 * MIB, 8) && it.guest_needs(MIB, 7));
+        assert!(!it.guest_needs(100 * MIB, 7));
     }
 
     #[test]
@@ -318,16 +375,32 @@ mod tests {
     fn latencies_are_those_of_the_oldest_bytes() {
         let mut waiting = Waiting::default();
         let at = Duration::from_secs;
-        waiting.change(100, at(0), at(1));
-        waiting.change(150, at(1), at(2));
-        waiting.change(60, at(2), at(3));
-        waiting.change(0, at(3), at(9));
+        waiting.set(100, at(0));
+        waiting.set(150, at(1));
+        waiting.give(90, at(3));
+        // What the guest takes back is what it has freed last, and was not returned.
+        waiting.set(40, at(2));
+        waiting.give(1000, at(9));
+        waiting.set(5, at(9));
         let latencies = &waiting.latencies;
-        // 90 of the first 100 after 3 s, 10 after 9 s, 50 after 8 s.
-        assert_eq!(latencies.bytes[4], 90);
-        assert_eq!(latencies.bytes[8], 60);
+        // 90 of the first 100 after 3 s, 10 after 9 s, 30 of the others after 8 s.
+        assert_eq!((latencies.bytes[4], latencies.bytes[8]), (90, 40));
+        assert_eq!(latencies.bytes.iter().sum::<u64>(), 130);
+        assert_eq!(latencies.byte_ms, 90 * 3000 + 10 * 9000 + 30 * 8000);
         assert_eq!(latencies.quantile_ms(0.5), Some(3000));
         assert_eq!(latencies.quantile_ms(0.99), Some(10_000));
         assert_eq!(Latencies::default().quantile_ms(0.5), None);
+    }
+
+    /// A guest that frees a page now and then, of which the host takes none, took ever more memory.
+    #[test]
+    fn moments_are_bounded() {
+        let mut waiting = Waiting::default();
+        for second in 0..10_000 {
+            waiting.set(4096 * (second + 1), Duration::from_secs(second));
+        }
+        assert_eq!(waiting.freed.len(), FREED_MAX);
+        assert_eq!(waiting.freed.iter().map(|(_, bytes)| bytes).sum::<u64>(), 40_960_000);
+        assert_eq!(waiting.bytes, 40_960_000);
     }
 }

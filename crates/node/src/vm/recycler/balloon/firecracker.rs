@@ -1,6 +1,7 @@
 //! The balloon of a Firecracker.
 
 use std::io;
+use std::time::Duration;
 
 use serde_json::json;
 
@@ -13,7 +14,8 @@ pub(super) struct FirecrackerBalloon {
     api: Api,
     memory_bytes: u64,
     cpus: u32,
-    has_statistics: bool,
+    /// From one question to the guest for statistics to the next; 0 if there are none.
+    statistics_seconds: u64,
 }
 
 const STATISTICS: &str = "/balloon/statistics";
@@ -25,7 +27,7 @@ impl FirecrackerBalloon {
         Ok(Self {
             memory_bytes: number(&machine, "mem_size_mib")? << 20,
             cpus: u32::try_from(number(&machine, "vcpu_count")?).unwrap_or(u32::MAX),
-            has_statistics: balloon["stats_polling_interval_s"].as_u64().is_some_and(|it| it > 0),
+            statistics_seconds: balloon["stats_polling_interval_s"].as_u64().unwrap_or(0),
             api,
         })
     }
@@ -46,18 +48,22 @@ impl Balloon for FirecrackerBalloon {
 
     fn ask_every(&mut self, seconds: u64) -> io::Result<()> {
         // They can be had only from the start.
-        if !self.has_statistics {
+        if self.statistics_seconds == 0 {
             return Ok(());
         }
-        self.api.send("PATCH", STATISTICS, &json!({"stats_polling_interval_s": seconds}))
+        self.api.send("PATCH", STATISTICS, &json!({"stats_polling_interval_s": seconds}))?;
+        self.statistics_seconds = seconds;
+        Ok(())
     }
 
     fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
-        if !self.has_statistics {
+        if self.statistics_seconds == 0 {
             return Ok(None);
         }
         let said = self.api.get(STATISTICS)?;
         Ok(said["free_memory"].as_u64().map(|free| GuestMemory {
+            // It does not say when it has asked.
+            age: Duration::from_secs(self.statistics_seconds),
             free,
             caches: said["disk_caches"].as_u64().unwrap_or(0),
             stalls: said["swap_in"].as_u64().unwrap_or(0),
@@ -65,7 +71,7 @@ impl Balloon for FirecrackerBalloon {
     }
 
     fn actual(&mut self) -> io::Result<u64> {
-        let held = if self.has_statistics {
+        let held = if self.statistics_seconds > 0 {
             number(&self.api.get(STATISTICS)?, "actual_pages")? << 12
         } else {
             number(&self.api.get("/balloon")?, "amount_mib")? << 20
@@ -79,7 +85,7 @@ impl Balloon for FirecrackerBalloon {
     }
 
     fn refusal(&mut self) -> io::Result<Option<String>> {
-        if !self.has_statistics {
+        if self.statistics_seconds == 0 {
             let why = "its balloon was started without statistics (stats_polling_interval_s), by \
                 which free memory is known";
             return Ok(Some(why.to_owned()));
@@ -146,7 +152,8 @@ mod tests {
         assert_eq!(it.refusal().unwrap(), None);
         assert_eq!(it.guest().unwrap(), None);
         it.set(412 * MIB).unwrap();
-        let said = GuestMemory { free: 100 * MIB, caches: MIB, stalls: 8192 };
+        let age = Duration::from_secs(1);
+        let said = GuestMemory { age, free: 100 * MIB, caches: MIB, stalls: 8192 };
         assert_eq!(it.guest().unwrap(), Some(said));
         assert_eq!(it.actual().unwrap(), 412 * MIB + 4096);
         it.set(512 * MIB).unwrap();

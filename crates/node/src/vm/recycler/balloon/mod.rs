@@ -12,6 +12,7 @@ mod qemu;
 
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -24,11 +25,13 @@ use crate::vm::{VmRecord, Vmm, socket};
 /// What a guest says of its memory. It may lie: then it harms itself alone.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::vm) struct GuestMemory {
+    /// How long ago it said so, at most.
+    pub(in crate::vm) age: Duration,
     /// Free bytes.
     pub(in crate::vm) free: u64,
     /// Bytes of files in its caches.
     pub(in crate::vm) caches: u64,
-    /// How often it swapped in or read again what it had dropped.
+    /// How often it wanted for memory: swapped in, waited for pages, or killed a process.
     pub(in crate::vm) stalls: u64,
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 
@@ -73,17 +74,7 @@ impl Balloon for QemuBalloon {
     }
 
     fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
-        let said = self.property("guest-stats")?;
-        // What a guest does not say is -1, as an unsigned number.
-        let figure = |name: &str| said["stats"][name].as_u64().filter(|it| *it < u64::MAX);
-        if said["last-update"].as_i64().is_none_or(|at| at == 0) {
-            return Ok(None);
-        }
-        Ok(figure("stat-free-memory").map(|free| GuestMemory {
-            free,
-            caches: figure("stat-disk-caches").unwrap_or(0),
-            stalls: figure("stat-swap-in").unwrap_or(0),
-        }))
+        Ok(guest_memory(&self.property("guest-stats")?, SystemTime::now()))
     }
 
     fn actual(&mut self) -> io::Result<u64> {
@@ -102,8 +93,120 @@ impl Balloon for QemuBalloon {
         // QEMU from 7.2 on. An older one is asked in vain, and what it would say stays unknown.
         let path = format!("{}/virtio-backend", self.path);
         let status = self.qmp.call("x-query-virtio-status", json!({ "path": path }));
-        let features = status.map(|status| status["guest-features"]["dev-features"].to_string());
-        let poisons = features.is_ok_and(|features| features.contains("F_PAGE_POISON"));
-        Ok(poisons.then(|| "the guest writes a pattern to free pages (page poisoning)".to_owned()))
+        let refusal = status.ok().and_then(|status| refusal_of_features(&status));
+        Ok(refusal.or(refusal_of_migration(&self.qmp.call("query-migrate", json!({}))?)))
+    }
+}
+
+/// What the property `guest-stats` says at this moment; none if the guest has said nothing yet.
+fn guest_memory(said: &Value, now: SystemTime) -> Option<GuestMemory> {
+    let seconds = said["last-update"].as_u64().filter(|seconds| *seconds > 0)?;
+    let at = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds.min(u32::MAX.into()));
+    // What a guest does not say is -1, as an unsigned number.
+    let figure = |name: &str| said["stats"][name].as_u64().filter(|it| *it < u64::MAX);
+    // QEMU 7.2 knows only the first of these.
+    let stalls = ["stat-swap-in", "stat-alloc-stalls", "stat-oom-kills"];
+    let stalls = stalls.iter().filter_map(|name| figure(name));
+    Some(GuestMemory {
+        // It is in whole seconds.
+        age: now.duration_since(at).unwrap_or_default(),
+        free: figure("stat-free-memory")?,
+        caches: figure("stat-disk-caches").unwrap_or(0),
+        stalls: stalls.fold(0, u64::saturating_add),
+    })
+}
+
+/// What the features that the guest's driver has taken say against a pulse. Before it has begun, it has
+/// taken none, and says nothing of its memory either.
+fn refusal_of_features(status: &Value) -> Option<String> {
+    let features = status["guest-features"]["dev-features"].as_array()?;
+    // Linux takes it for page poisoning, and for init_on_free.
+    let poisons = features.iter().filter_map(Value::as_str).any(|it| it.contains("F_PAGE_POISON"));
+    let why = "the guest writes to pages as it frees them (page poisoning or init_on_free)";
+    poisons.then(|| why.to_owned())
+}
+
+/// QEMU discards nothing while it is the target of a postcopy migration, runs a background snapshot, or
+/// replicates itself (COLO). It says which of these goes on only as a migration.
+fn refusal_of_migration(migration: &Value) -> Option<String> {
+    let status = migration["status"].as_str()?;
+    let is_over = ["none", "completed", "cancelled", "failed"].contains(&status);
+    (!is_over).then(|| format!("the machine is being migrated or saved ({status})"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    /// As a QEMU 7.2 with a Debian guest (Linux 7.2) said it.
+    const FEATURES: [&str; 3] = [
+        "VIRTIO_BALLOON_F_REPORTING: Page reporting VQ enabled",
+        "VIRTIO_BALLOON_F_DEFLATE_ON_OOM: Deflate balloon when guest OOM",
+        "VIRTIO_BALLOON_F_STATS_VQ: Guest memory stats VQ available",
+    ];
+
+    fn refused(features: &[&str]) -> Option<String> {
+        let features =
+            json!({"unknown-dev-features": 1_099_511_627_776_u64, "dev-features": features});
+        let host =
+            json!({"dev-features": ["VIRTIO_BALLOON_F_PAGE_POISON: Guest page poisoning enabled"]});
+        refusal_of_features(&json!({"guest-features": features, "host-features": host}))
+    }
+
+    #[test]
+    fn features_that_a_guest_has_taken_speak_against_a_pulse() {
+        assert_eq!(refused(&FEATURES), None);
+        // The same guest with init_on_free=1.
+        let poison = "VIRTIO_BALLOON_F_PAGE_POISON: Guest page poisoning enabled";
+        let poisons = refused(&[&FEATURES[..], &[poison]].concat()).unwrap();
+        assert!(poisons.contains("init_on_free"), "{poisons}");
+        // Its driver has not begun, or QEMU does not know the question.
+        assert_eq!(refused(&[]), None);
+        assert_eq!(refusal_of_features(&json!({})), None);
+    }
+
+    #[test]
+    fn a_migration_or_snapshot_speaks_against_a_pulse() {
+        let refused = |status: &str| refusal_of_migration(&json!({ "status": status }));
+        for status in ["active", "postcopy-active", "colo", "setup"] {
+            assert!(refused(status).unwrap().contains(status));
+        }
+        for status in ["none", "completed", "cancelled", "failed"] {
+            assert_eq!(refused(status), None);
+        }
+        // What a QEMU says that has never migrated.
+        assert_eq!(refusal_of_migration(&json!({})), None);
+    }
+
+    #[test]
+    fn what_a_guest_says_has_an_age() {
+        let said = json!({"last-update": 1_796_030_205, "stats": {
+            "stat-htlb-pgalloc": 0, "stat-swap-out": 0, "stat-available-memory": 116_146_176,
+            "stat-htlb-pgfail": 0, "stat-free-memory": 118_530_048, "stat-minor-faults": 196,
+            "stat-major-faults": 0, "stat-total-memory": 151_506_944, "stat-swap-in": 3,
+            "stat-disk-caches": 1_511_424,
+        }});
+        let at = |millis: u64| {
+            SystemTime::UNIX_EPOCH + Duration::from_millis(1_796_030_000_000 + millis)
+        };
+        let memory = guest_memory(&said, at(207_500)).unwrap();
+        let age = Duration::from_millis(2500);
+        let expected = GuestMemory { age, free: 118_530_048, caches: 1_511_424, stalls: 3 };
+        assert_eq!(memory, expected);
+        // The clock was set back.
+        assert_eq!(guest_memory(&said, at(0)).unwrap().age, Duration::ZERO);
+        // A newer QEMU, and a guest that lies.
+        let mut more = said.clone();
+        more["stats"]["stat-alloc-stalls"] = 4.into();
+        more["stats"]["stat-oom-kills"] = (u64::MAX - 1).into();
+        assert_eq!(guest_memory(&more, at(207_500)).unwrap().stalls, u64::MAX);
+        // It has said nothing yet; it has not said how much is free.
+        let mut nothing = said.clone();
+        nothing["last-update"] = 0.into();
+        assert_eq!(guest_memory(&nothing, at(207_500)), None);
+        more["stats"]["stat-free-memory"] = u64::MAX.into();
+        assert_eq!(guest_memory(&more, at(207_500)), None);
     }
 }

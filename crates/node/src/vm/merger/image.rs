@@ -1,0 +1,148 @@
+//! Pages of images, which guests have in their own memory, too: copies of files that they have changed
+//! the owner of, say. The file of the pack or segment takes their place, as a pool would.
+//!
+//! Only pages in the page cache count: guests use those, and no other one is read for it.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::num::NonZeroU64;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+
+use cofolio_shim::protocol::PAGE;
+use cofolio_sys::resident::Resident;
+
+use super::plan::{Hash, Slot, Slots, contents};
+use super::pool::IMAGES;
+use super::scan::hash_of;
+
+/// Pages of all images of a trust domain together: tables have some 40 bytes for each.
+const PAGES_MAX: usize = 1 << 20;
+/// Pages that are read at once.
+const READ_PAGES: usize = 64;
+
+/// A pack or a segment.
+#[derive(Debug)]
+pub(super) struct Image {
+    pub(super) file: File,
+    pub(super) pages: u32,
+    /// By device and inode, of which mappings tell the second.
+    pub(super) inode: (u64, u64),
+    hashes: Vec<Hash>,
+    /// Processes whose guests have it.
+    users: HashSet<u32>,
+}
+
+/// The images of a trust domain.
+#[derive(Debug, Default)]
+pub(super) struct Images {
+    /// By number, which is no pool's.
+    pub(super) images: BTreeMap<u32, Image>,
+    /// Where contents are.
+    pub(super) slots: Slots,
+    next: u32,
+}
+
+impl Images {
+    /// Adds a file that a process has mapped as a part of its guest's image.
+    pub(super) fn add(&mut self, file: File, pid: u32) -> io::Result<()> {
+        let stat = file.metadata()?;
+        let inode = (stat.dev(), stat.ino());
+        if let Some(known) = self.images.values_mut().find(|image| image.inode == inode) {
+            known.users.insert(pid);
+            return Ok(());
+        }
+        let pages = usize::try_from(stat.len() / PAGE as u64).unwrap_or(usize::MAX);
+        let all: usize = self.images.values().map(|image| image.hashes.len()).sum();
+        if pages > PAGES_MAX.saturating_sub(all) {
+            return Ok(());
+        }
+        let hashes = vec![None; pages];
+        let pages = u32::try_from(pages).map_err(io::Error::other)?;
+        let image = Image { file, pages, inode, hashes, users: [pid].into() };
+        self.images.insert(IMAGES + self.next, image);
+        // Numbers are not used again: a shim may have a file under one still.
+        self.next += 1;
+        Ok(())
+    }
+
+    /// Hashes pages that have come to the page cache.
+    pub(super) fn look(&mut self, zeros: NonZeroU64) -> io::Result<()> {
+        for (number, image) in &mut self.images {
+            if image.hash()? == 0 {
+                continue;
+            }
+            for (page, content) in (0..).zip(contents(&image.hashes)) {
+                if let Some(content) = content.filter(|content| *content != zeros) {
+                    self.slots.entry(content).or_insert(Slot { pool: *number, page });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops files that only processes had that have ended.
+    pub(super) fn retain_living(&mut self, lives: impl Fn(u32) -> bool) {
+        for image in self.images.values_mut() {
+            image.users.retain(|pid| lives(*pid));
+        }
+        let before = self.images.len();
+        self.images.retain(|_, image| !image.users.is_empty());
+        if self.images.len() < before {
+            let images = &self.images;
+            self.slots.retain(|_, slot| images.contains_key(&slot.pool));
+        }
+    }
+}
+
+impl Image {
+    /// Hashes resident pages that have no hash yet; how many.
+    fn hash(&mut self) -> io::Result<usize> {
+        let resident = Resident::of(&self.file, u64::from(self.pages) * PAGE as u64)?;
+        let is_due =
+            |page: usize, hashes: &[Hash]| hashes[page].is_none() && resident.has(page as u64);
+        let mut buffer = vec![0; READ_PAGES * PAGE];
+        let (mut page, mut hashed) = (0, 0);
+        while page < self.hashes.len() {
+            let most = self.hashes.len().min(page + READ_PAGES);
+            let count = (page..most).take_while(|page| is_due(*page, &self.hashes)).count();
+            let content = &mut buffer[..count * PAGE];
+            self.file.read_exact_at(content, (page * PAGE) as u64)?;
+            for (hash, content) in self.hashes[page..].iter_mut().zip(content.chunks(PAGE)) {
+                *hash = Some(hash_of(content));
+            }
+            hashed += count;
+            page += count.max(1);
+        }
+        Ok(hashed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[test]
+    fn pages_in_the_page_cache_are_found() {
+        let mut file = tempfile::tempfile().unwrap();
+        for page in [1_u8, 0, 2, 2] {
+            file.write_all(&[page; PAGE]).unwrap();
+        }
+        let mut images = Images::default();
+        images.add(file.try_clone().unwrap(), 10).unwrap();
+        images.add(file, 11).unwrap();
+        images.look(hash_of(&[0; PAGE])).unwrap();
+        assert_eq!((images.images.len(), images.slots.len()), (1, 3));
+        let slot = |content: u8| images.slots.get(&hash_of(&[content; PAGE])).copied();
+        assert_eq!(slot(1), Some(Slot { pool: IMAGES, page: 0 }));
+        assert_eq!(slot(2), Some(Slot { pool: IMAGES, page: 2 }));
+        images.retain_living(|pid| pid == 11);
+        assert_eq!(images.slots.len(), 3);
+        images.retain_living(|_| false);
+        assert_eq!((images.images.len(), images.slots.len()), (0, 0));
+    }
+}

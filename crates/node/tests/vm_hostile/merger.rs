@@ -1,0 +1,358 @@
+//! The merger among VMMs that lie to it.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, IoSliceMut, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use cofolio_node::vm::merger::{MergePolicy, MergeReport, Merger, Target};
+use cofolio_shim::protocol::{Head, Hello, Outcome, PAGE, Plain, Run, kind};
+use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::{MEMORY, Vmm, connect, drain, listen, say, shim};
+
+/// A merger, and what it has said.
+struct Merging {
+    merger: Merger,
+    targets: Vec<Target>,
+    said: Mutex<String>,
+}
+
+fn target(name: &str, domain: &str, pid: u32, dir: &Path) -> Target {
+    Target {
+        name: name.to_owned(),
+        domain: domain.to_owned(),
+        pid,
+        memory_bytes: MEMORY as u64,
+        dir: dir.to_owned(),
+        image: Vec::new(),
+    }
+}
+
+fn target_of(name: &str, domain: &str, vmm: &Vmm) -> Target {
+    target(name, domain, vmm.pid(), &vmm.dir)
+}
+
+impl Merging {
+    fn of(targets: Vec<Target>) -> Self {
+        let policy = MergePolicy { threads: 2, ..MergePolicy::default() };
+        Self { merger: Merger::new(policy), targets, said: Mutex::default() }
+    }
+
+    /// So many passes. The first looks, the second sees what has stayed.
+    fn passes(&mut self, count: u32) -> MergeReport {
+        let log = |line: &str| {
+            let mut said = self.said.lock().unwrap();
+            *said += line;
+            *said += "\n";
+        };
+        let mut report = MergeReport::default();
+        for _ in 0..count {
+            report = self.merger.pass(self.targets.clone(), &log);
+        }
+        report
+    }
+
+    fn said(&self) -> String {
+        self.said.lock().unwrap().clone()
+    }
+}
+
+/// A VMM with the shim alone.
+fn honest(dir: &tempfile::TempDir, name: &str, shim: &Path) -> Vmm {
+    Vmm::start(&dir.path().join(name), "honest", Some((shim, "")))
+}
+
+/// Inodes of pools that a process has mapped or open.
+fn pools(pid: u32) -> BTreeSet<u64> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let lines = maps.lines().filter(|line| line.contains("/memfd:cofolio-pool"));
+    let mapped = lines.map(|line| line.split_whitespace().nth(4).unwrap().parse().unwrap());
+    let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
+    let is_pool = |path: &std::path::PathBuf| {
+        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().contains("cofolio-pool"))
+    };
+    let open = fds
+        .filter(is_pool)
+        .filter_map(|path| Some(std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).ok()?)));
+    mapped.chain(open).collect()
+}
+
+/// The time that a write takes would tell a guest what another tenant has, and a pool is what it has.
+#[test]
+fn no_pool_is_in_two_trust_domains() {
+    let Some(shim) = shim("no_pool_is_in_two_trust_domains") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let domains = ["red", "red", "blue", "blue"];
+    let names = ["a", "b", "c", "d"];
+    let mut vmms = names.map(|name| honest(&dir, name, &shim));
+    let all = names.iter().zip(domains).zip(&vmms);
+    let mut merging =
+        Merging::of(all.map(|((name, domain), vmm)| target_of(name, domain, vmm)).collect());
+    let report = merging.passes(4);
+    assert_eq!(merging.said(), "");
+    let pages = (MEMORY / PAGE) as u64;
+    assert!(report.guests.values().all(|it| it.pool_pages > pages * 9 / 10), "{report:?}");
+    let have: Vec<_> = vmms.iter().map(|vmm| pools(vmm.pid())).collect();
+    assert!(!have[0].is_empty() && have[0] == have[1] && have[2] == have[3], "{have:?}");
+    assert!(have[0].is_disjoint(&have[2]), "{have:?}");
+    vmms.iter_mut().for_each(Vmm::check);
+}
+
+/// The number of a VMM's process is in a file that the VMM itself has written. If the merger believed
+/// it, two of them could name a third, of another domain, and would get a pool with its pages.
+#[test]
+fn a_vmm_that_names_another_process_gets_none_of_its_pages() {
+    let test = "a_vmm_that_names_another_process_gets_none_of_its_pages";
+    let Some(shim) = shim(test) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut victim = honest(&dir, "victim", &shim);
+    // This process is the VMM of two guests of another domain, and knows the victim's addresses.
+    let hello = ask_hello(&connect(&victim.dir, "merge"));
+    let mut targets = vec![target_of("victim", "blue", &victim)];
+    let (given, is_given) = std::sync::mpsc::channel();
+    for name in ["liar", "thief"] {
+        let own = dir.path().join(name);
+        fs::create_dir(&own).unwrap();
+        let (listener, given) = (listen(&own, "merge"), given.clone());
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                answer(&client.unwrap(), hello, &|_, file| _ = given.send(file), &refuse_all);
+            }
+        });
+        targets.push(target(name, "red", victim.pid(), &own));
+    }
+    let mut merging = Merging::of(targets);
+    let report = merging.passes(4);
+    for name in ["liar", "thief"] {
+        let line = format!("virtual machine {name} is not merged: process {}", std::process::id());
+        assert!(merging.said().contains(&line), "{}", merging.said());
+    }
+    assert!(is_given.try_recv().is_err(), "a pool");
+    assert!(report.guests["victim"].pool_pages > 1000, "{report:?}");
+    victim.check();
+}
+
+/// Lies that are found at once: none costs the others anything.
+#[test]
+fn shims_that_lie_are_dropped() {
+    let Some(shim) = shim("shims_that_lie_are_dropped") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut vmms = ["a", "b"].map(|name| honest(&dir, name, &shim));
+    let mut targets = vec![target_of("a", "red", &vmms[0]), target_of("b", "red", &vmms[1])];
+    let (start, len) = (1 << 32, MEMORY as u64);
+    let hello = |start, len| Hello { start, len, errno: 0, reserved: 0 };
+    let bytes = |hello: Hello| Plain::bytes(&[hello]).to_vec();
+    let lies = [
+        ("endless", bytes(hello(start, 1 << 63))),
+        ("longest", bytes(hello(start, u64::MAX))),
+        ("negative", bytes(hello(start, len.wrapping_neg()))),
+        ("empty", bytes(hello(start, 0))),
+        ("longer", bytes(hello(start, len + PAGE as u64))),
+        ("last", bytes(hello(u64::MAX - 4095, len))),
+        ("askew", bytes(hello(start + 1, len))),
+        ("kernel", bytes(hello(0xffff_8000_0000_0000, len))),
+        ("failing", bytes(Hello { errno: u32::MAX, ..hello(start, len) })),
+        ("garbage", vec![0xa5; 24]),
+        ("short", vec![0; 23]),
+        ("gone", Vec::new()),
+    ];
+    for (name, bytes) in &lies {
+        let own = dir.path().join(name);
+        fs::create_dir(&own).unwrap();
+        let (listener, bytes) = (listen(&own, "merge"), bytes.clone());
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let mut client = client.unwrap();
+                let _ = client.read_exact(&mut [0; 16]);
+                let _ = client.write_all(&bytes);
+            }
+        });
+        targets.push(target(name, "red", std::process::id(), &own));
+    }
+    let mut names: Vec<&str> = lies.iter().map(|(name, _)| *name).collect();
+    // Those that lie later, about what they have merged.
+    let later = ["more", "many", "half"];
+    let liars = later.map(|it| Vmm::start(&dir.path().join(it), it, Some((&shim, "hidden"))));
+    targets.extend(later.iter().zip(&liars).map(|(name, vmm)| target_of(name, "red", vmm)));
+    names.extend(later);
+    let mut merging = Merging::of(targets);
+    let report = merging.passes(4);
+    let said = merging.said();
+    for name in names {
+        let line = format!("virtual machine {name} is not merged: ");
+        assert_eq!(said.matches(&line).count(), 1, "{name}: {said}");
+        assert!(!report.guests.contains_key(name), "{report:?}");
+    }
+    assert!(["a", "b"].iter().all(|name| report.guests[*name].pool_pages > 1000), "{report:?}");
+    vmms.iter_mut().for_each(Vmm::check);
+}
+
+/// What says nothing, or next to nothing, holds the others up once, and then hardly ever.
+#[test]
+fn shims_that_do_not_answer_are_dropped() {
+    let Some(shim) = shim("shims_that_do_not_answer_are_dropped") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut vmms = ["a", "b"].map(|name| honest(&dir, name, &shim));
+    let mut targets = vec![target_of("a", "red", &vmms[0]), target_of("b", "red", &vmms[1])];
+    let names = ["silent", "dribbling"];
+    let liars = names.map(|it| Vmm::start(&dir.path().join(it), it, Some((&shim, "hidden"))));
+    targets.extend(names.iter().zip(&liars).map(|(name, vmm)| target_of(name, "red", vmm)));
+    let mut merging = Merging::of(targets);
+    // One is silent from the beginning, the other when it is to merge.
+    let report = merging.passes(4);
+    assert!(["a", "b"].iter().all(|name| report.guests[*name].pool_pages > 1000), "{report:?}");
+    for name in names {
+        let line = format!("virtual machine {name} is not merged: its shim does not answer\n");
+        assert_eq!(merging.said().matches(&line).count(), 1, "{}", merging.said());
+    }
+    vmms.iter_mut().for_each(Vmm::check);
+}
+
+/// A VMM that was broken into has what its shim gets, and runs as root if this test does. What the kernel
+/// offers besides is tried in `crates/sys/tests/sealed.rs`.
+#[test]
+fn a_vmm_cannot_write_to_its_pools() {
+    let Some(shim) = shim("a_vmm_cannot_write_to_its_pools") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut honest = honest(&dir, "a", &shim);
+    let mut robber = Vmm::start(&dir.path().join("robber"), "robber", Some((&shim, "hidden")));
+    let targets = vec![target_of("a", "red", &honest), target_of("robber", "red", &robber)];
+    let mut merging = Merging::of(targets);
+    let report = merging.passes(4);
+    assert_eq!(merging.said(), "");
+    assert!(report.guests["a"].pool_pages > 1000, "{report:?}");
+    assert_eq!(robber.wait_for("attacked: "), "in vain");
+    honest.check();
+}
+
+/// A VMM whose shim is its own: it knows from the real one where its memory is.
+pub(crate) fn serve(dir: &Path, behaviour: &str) {
+    let listener = listen(dir, "merge");
+    let hello = ask_hello(&connect(&dir.join("hidden"), "merge"));
+    say("ready");
+    for client in listener.incoming() {
+        let client = client.unwrap();
+        let keep = |_: Head, _: OwnedFd| {};
+        match behaviour {
+            "silent" => drain(&client),
+            "robber" => answer(&client, hello, &attack, &refuse_all),
+            "more" => answer(&client, hello, &keep, &|_, mut client| {
+                let lie = Outcome { merged: [u64::MAX; 4], changed: 1, ..Outcome::default() };
+                client.write_all(Plain::bytes(&[lie; 256]))
+            }),
+            "many" => answer(&client, hello, &keep, &|_, mut client| {
+                let lie = Outcome { changed: u16::MAX, busy: u16::MAX, ..Outcome::default() };
+                client.write_all(Plain::bytes(&[lie; 256]))
+            }),
+            "half" => answer(&client, hello, &keep, &|_, mut client| {
+                client.write_all(&[0; 20])?;
+                Err(io::ErrorKind::BrokenPipe.into())
+            }),
+            "dribbling" => answer(&client, hello, &keep, &|_, mut client| {
+                loop {
+                    client.write_all(&[0])?;
+                    std::thread::sleep(Duration::from_millis(500));
+                }
+            }),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+fn ask_hello(mut shim: &UnixStream) -> Hello {
+    shim.write_all(Plain::bytes(&[Head { kind: kind::HELLO, ..Head::default() }])).unwrap();
+    let mut hello = [Hello::default()];
+    shim.read_exact(Plain::bytes_mut(&mut hello)).unwrap();
+    assert_eq!(hello[0].errno, 0);
+    hello[0]
+}
+
+type OnMerge<'f> = &'f dyn Fn(&[Run], &UnixStream) -> io::Result<()>;
+
+/// Every page has changed.
+fn refuse_all(runs: &[Run], mut client: &UnixStream) -> io::Result<()> {
+    let changed =
+        |run: &Run| Outcome { changed: u16::try_from(run.pages).unwrap(), ..Outcome::default() };
+    client.write_all(Plain::bytes(&runs.iter().map(changed).collect::<Vec<_>>()))
+}
+
+/// Answers as a shim does, but merges nothing itself.
+fn answer(
+    mut client: &UnixStream,
+    hello: Hello,
+    on_pool: &dyn Fn(Head, OwnedFd),
+    on_merge: OnMerge<'_>,
+) {
+    while let Ok((head, file)) = receive(client) {
+        let done = match head.kind {
+            kind::HELLO => client.write_all(Plain::bytes(&[hello])),
+            // It has no pools of an earlier merger.
+            kind::POOLS => client.write_all(&[0; 4]),
+            kind::POOL => {
+                on_pool(head, file.unwrap());
+                client.write_all(&[0; 4])
+            }
+            _ => {
+                let mut runs = vec![Run::default(); head.count as usize];
+                let read = client.read_exact(Plain::bytes_mut(&mut runs));
+                read.and_then(|()| on_merge(&runs, client))
+            }
+        };
+        if done.is_err() {
+            return;
+        }
+    }
+}
+
+fn receive(client: &UnixStream) -> io::Result<(Head, Option<OwnedFd>)> {
+    let mut head = [Head::default()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [IoSliceMut::new(Plain::bytes_mut(&mut head))];
+    let received = recvmsg(client, &mut parts, &mut control, RecvFlags::WAITALL)?;
+    if received.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let fds = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    Ok((head[0], fds))
+}
+
+/// Tries to change a pool, or to have it change later.
+fn attack(head: Head, fd: OwnedFd) {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let given = File::from(fd);
+    let len = u64::from(head.count) * PAGE as u64;
+    let mut before = vec![0; usize::try_from(len).unwrap()];
+    given.read_exact_at(&mut before, 0).unwrap();
+    let again = File::options().read(true).write(true).open(&path);
+    for file in [Some(&given), again.as_ref().ok()].into_iter().flatten() {
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let succeeded = [
+            file.write_all_at(b"x", 0).is_ok(),
+            (&mut &*file).write_all(b"x").is_ok(),
+            file.set_len(0).is_ok(),
+            file.set_len(len + 1).is_ok(),
+            fallocate(file, punch, 0, len).is_ok(),
+            fcntl_add_seals(file, SealFlags::FUTURE_WRITE).is_ok(),
+        ];
+        assert_eq!(succeeded, [false; 6]);
+    }
+    let seals = fcntl_get_seals(&given).unwrap();
+    let needed = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
+    assert!(seals.contains(needed), "{seals:?}");
+    let mut after = vec![0; before.len()];
+    given.read_exact_at(&mut after, 0).unwrap();
+    assert!(before == after && given.metadata().unwrap().len() == len);
+    say("attacked: in vain");
+}
