@@ -537,7 +537,7 @@ fn of_vm(error: &VmError) -> Classified {
             "`cofolio vm ps` lists virtual machines, `cofolio vm stop NAME` ends one",
         ),
         VmError::NotFound(_) => hint(Exit::NotFound, "`cofolio vm ps` lists virtual machines"),
-        VmError::Name(_) => code(Exit::Usage),
+        VmError::Name(_) | VmError::NotOurs(_) | VmError::NotAttached(_) => code(Exit::Usage),
         VmError::StillRunning(_) | VmError::Attached { .. } | VmError::DiskInUse(_) => {
             code(Exit::Busy)
         }

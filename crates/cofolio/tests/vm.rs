@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
+#[path = "vm/attach.rs"]
+mod attach;
 mod common;
 #[path = "vm/console.rs"]
 mod console;
@@ -15,6 +17,8 @@ mod image;
 mod kernels;
 #[path = "vm/merge.rs"]
 mod merge;
+#[path = "vm/others.rs"]
+mod others;
 #[path = "vm/soak.rs"]
 mod soak;
 
@@ -50,7 +54,10 @@ impl Drop for Host {
     fn drop(&mut self) {
         for guest in self.guests() {
             let name = guest["name"].as_str().unwrap_or_default();
-            let _ = self.run(&["vm", "stop", "--time", "0", name]);
+            let _ = match guest["origin"].as_str() {
+                Some("attached") => self.run(&["vm", "detach", name]),
+                _ => self.run(&["vm", "stop", "--time", "0", name]),
+            };
         }
     }
 }
@@ -86,7 +93,10 @@ impl Host {
         assert_eq!(list(self.path("store/domains/default/roots/vm")), Vec::<PathBuf>::new());
         for run in list(self.path("run")) {
             let mut left = list(run.join("vms"));
-            left.retain(|path| path.extension() != Some("initramfs".as_ref()));
+            left.retain(|path| {
+                let of_kernel = ["initramfs", "vmlinux"].map(|it| Some(it.as_ref()));
+                !of_kernel.contains(&path.extension())
+            });
             assert_eq!(left, Vec::<PathBuf>::new());
         }
     }

@@ -8,7 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cofolio_guest::kernel::{During, Result, kernel_filesystems, load_modules, say};
-use cofolio_guest::{CHANNEL_PORT, Message, MessageError, Start, Upper};
+use cofolio_guest::{
+    CHANNEL_PORT, Message, MessageError, RESTART_WORD, Start, Upper, VSOCK_PORT, VSOCK_WORD,
+};
+use cofolio_sys::vsock::connect_host;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
 use rustix::process::{Pid, Signal, chroot, kill_process};
 use rustix::system::{RebootCommand, reboot, sethostname};
@@ -17,26 +21,30 @@ use crate::{children, devices, exec, workload, writable};
 
 /// How long drivers may take to find a device. An emulated processor is slow.
 const DEVICE_SECONDS_MAX: u64 = 60;
+/// How long the host may take to read the last message.
+const LAST_SECONDS_MAX: i64 = 10;
 /// Where the image is mounted, and then its overlay.
 const IMAGE: &str = "/image";
 const ROOT: &str = "/root";
 
 /// Runs the guest, and switches it off.
 pub(crate) fn run() -> ! {
-    let mut channel = None;
-    let last = match start(&mut channel) {
+    let mut host = Host::default();
+    let last = match start(&mut host) {
         Ok(status) => Message::Ended(status),
         Err(error) => Message::Failed(error),
     };
-    let is_told = channel.as_mut().is_some_and(|channel| last.write(channel).is_ok());
+    let is_told = host.say_last(&last);
     if let (false, Message::Failed(error)) = (is_told, &last) {
         // The console may be all that there is.
         let _ = writeln!(io::stderr(), "cofolio-guest: {error}");
     }
     rustix::fs::sync();
-    // Or the kernel says on the console, behind what the program has said, that it switches off.
+    // Or the kernel says on the console, behind what the program has said, that it ends.
     let _ = fs::write("/proc/sys/kernel/printk", "0");
-    let error = reboot(RebootCommand::PowerOff);
+    let how =
+        if host.wants(RESTART_WORD) { RebootCommand::Restart } else { RebootCommand::PowerOff };
+    let error = reboot(how);
     // The first process must not end: the kernel would panic.
     loop {
         let _ = writeln!(io::stderr(), "cofolio-guest: cannot switch off: {error:?}");
@@ -44,16 +52,56 @@ pub(crate) fn run() -> ! {
     }
 }
 
+/// The host, as far as it is known.
+#[derive(Default)]
+struct Host {
+    /// Words for the kernel.
+    words: String,
+    channel: Option<File>,
+}
+
+impl Host {
+    fn wants(&self, word: &str) -> bool {
+        self.words.split_whitespace().any(|it| it == word)
+    }
+
+    /// The channel to it.
+    fn connect(&self) -> Result<File> {
+        if !self.wants(VSOCK_WORD) {
+            return open_port();
+        }
+        let socket = wait_until("the channel to the host", || connect_host(VSOCK_PORT).ok())?;
+        Ok(socket.into())
+    }
+
+    /// Whether it was told.
+    fn say_last(&mut self, last: &Message) -> bool {
+        let is_vsock = self.wants(VSOCK_WORD);
+        let Some(channel) = &mut self.channel else { return false };
+        let is_told = last.write(channel).is_ok();
+        if !is_vsock {
+            return is_told;
+        }
+        // It is on its way only. The host closes the channel when it has it.
+        let patience = Timespec { tv_sec: LAST_SECONDS_MAX, tv_nsec: 0 };
+        let mut closed = [PollFd::new(channel, PollFlags::RDHUP)];
+        let _ = poll(&mut closed, Some(&patience));
+        is_told
+    }
+}
+
 /// Until the program of the image has ended; its status.
-fn start(channel: &mut Option<File>) -> Result<u8> {
+fn start(host: &mut Host) -> Result<u8> {
     kernel_filesystems(Path::new("/"))?;
+    host.words = fs::read_to_string("/proc/cmdline").during("the kernel's words")?;
     say_free_memory();
     if let Err(error) = load_modules() {
         // The console may be a module as well: the host hears of it if the channel is there.
-        *channel = open_channel().ok();
+        host.channel = host.connect().ok();
         return Err(error);
     }
-    let channel = channel.insert(open_channel()?);
+    let channel = host.connect()?;
+    let channel = host.channel.insert(channel);
     let start = receive(channel)?;
     sethostname(start.hostname.as_bytes()).during("host name")?;
     enter_root(mount_image(&start)?)?;
@@ -99,8 +147,8 @@ fn wait_until<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> Result<T> {
     }
 }
 
-/// The channel to the host: a virtio port with its name.
-fn open_channel() -> Result<File> {
+/// The channel to the host where it is a virtio port with its name.
+fn open_port() -> Result<File> {
     let is_it = |port: &Path| {
         fs::read_to_string(port.join("name")).is_ok_and(|name| name.trim() == CHANNEL_PORT)
     };

@@ -26,5 +26,12 @@ pub use start::{Device, Dirs, Exec, Process, Start, Upper};
 pub const MODULES_DIR: &str = "/modules";
 /// Name of the virtio port that is the channel.
 pub const CHANNEL_PORT: &str = "cofolio.channel";
+/// Port of the host that is the channel where there are no virtio ports, with vsock.
+pub const VSOCK_PORT: u32 = 1024;
+/// Word for the kernel: the channel is by vsock. No module is called so, and the kernel leaves it to
+/// others.
+pub const VSOCK_WORD: &str = "cofolio.channel=vsock";
+/// Word for the kernel: a machine that cannot be switched off ends by a restart.
+pub const RESTART_WORD: &str = "cofolio.end=restart";
 /// What the names of virtio ports for `vm exec` begin with. The rest is random.
 pub const EXEC_PORT: &str = "cofolio.exec.";

@@ -13,3 +13,4 @@ pub mod resident;
 pub mod sha256;
 pub mod userns;
 pub mod verity;
+pub mod vsock;

@@ -114,7 +114,8 @@ impl Guest {
     }
 
     fn merged(&self) -> u64 {
-        Ram::find("/proc".as_ref(), self.pid.unsigned_abs(), MEMORY).unwrap().merged().unwrap()
+        let ram = Ram::find("/proc".as_ref(), self.pid.unsigned_abs(), MEMORY).unwrap();
+        ram.content().unwrap().merged_bytes()
     }
 }
 

@@ -22,7 +22,7 @@ use cofolio_sys::pagemap::{Query, Region, category, scan};
 use serde::{Deserialize, Serialize};
 
 use super::merger::Merging;
-use super::ram::{FileId, Mapping, Piece, Ram, anonymous, is_of_image, mapping};
+use super::ram::{Content, FileId, Mapping, Part, Piece, Ram, bytes, is_of_image, mapping};
 use super::recycler::{Latencies, Recycling};
 use super::{State, VmStatus};
 use crate::kernel_text;
@@ -32,13 +32,13 @@ use crate::kernel_text;
 pub struct VmAccount {
     /// Its name.
     pub name: String,
-    /// Name of its image, for people.
+    /// Name of its image, for people; empty if somebody else started it.
     pub image_name: String,
     /// Trust domain.
     pub domain: String,
     /// Process of the VMM.
     pub pid: u32,
-    /// Whether a process waits for its end.
+    /// Whether a process of Cofolio waits for its end.
     pub attended: bool,
     /// Memory that the guest has.
     pub memory_bytes: u64,
@@ -141,9 +141,6 @@ struct Known {
     image: Vec<Piece>,
 }
 
-/// A part of a file, in bytes, that a machine has in its memory.
-type Part = (FileId, Range<u64>);
-
 /// The account of a machine, but for what it shares.
 struct Taken {
     account: VmAccount,
@@ -208,48 +205,41 @@ impl Accounts {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => new.insert(Known::find(&self.proc, pid, record.memory_bytes)?),
         };
-        let merged = known.ram.merged()?;
-        let mut written = Vec::new();
-        let resident = known.ram.count(|region| {
-            // Only what may be a merged page no more.
-            if !merged.pools.is_empty() || !merged.images.is_empty() {
-                written.push(region);
-            }
-        })?;
-        let pools = without(&merged.pools, &written);
-        let from_image = without(&merged.images, &written);
+        let content = known.ram.content()?;
         let mut image = known.image_parts()?;
         let image_bytes = bytes(&image);
+        let (merged_bytes, shared) = (content.merged_bytes(), content.shared_bytes());
+        let Content { resident, pool_pieces, pools, images } = content;
         let private = resident.private();
         let free = besides.recycling.as_ref().map(|it| it.free_bytes);
         let caches = besides.recycling.as_ref().map_or(0, |it| it.cache_bytes);
         // What the guest does not have free, it uses; of that it may never have touched some.
-        let needed = free.map_or(u64::MAX, |free| record.memory_bytes.saturating_sub(free));
-        let unreturned = resident.bytes.saturating_sub(needed).min(private);
+        let needed = free.map_or(u64::MAX, |free| record.usable_bytes().saturating_sub(free));
+        let unreturned = (private + shared).saturating_sub(needed).min(private);
         let cache = caches.min(private - unreturned);
         let account = VmAccount {
             name: record.name.clone(),
-            image_name: record.image_name.clone(),
+            image_name: record.image_name().to_owned(),
             domain: record.domain.clone(),
             pid,
-            attended: status.state == State::Running,
+            attended: status.state == State::Running && record.attached().is_none(),
             memory_bytes: record.memory_bytes,
             used_bytes: private - unreturned - cache,
             cache_bytes: cache,
             unreturned_bytes: unreturned,
-            merged_bytes: bytes(&pools) + bytes(&from_image),
+            merged_bytes,
             zero_bytes: resident.zeros,
             image_bytes,
-            emulator_bytes: anonymous(&self.proc, pid)?.saturating_sub(private),
+            emulator_bytes: known.ram.emulator(private)?,
             proportional_bytes: 0,
             recycling: besides.recycling.unwrap_or_default(),
             merging: besides.merging,
         };
         let mut files = HashMap::new();
-        for piece in &merged.pools {
+        for piece in &pool_pieces {
             files.entry(piece.file).or_insert_with(|| file_bytes(&self.proc, pid, piece));
         }
-        image.extend(from_image);
+        image.extend(images);
         Ok(Taken { account, image, pools, pool_files: files.into_iter().collect() })
     }
 }
@@ -276,41 +266,12 @@ impl Known {
                 piece.addresses.clone(),
                 query,
                 |Region { start, end, .. }| {
-                    parts.push(part(piece, start..end));
+                    parts.push(piece.part(start..end));
                 },
             )?;
         }
         Ok(parts)
     }
-}
-
-/// The part of a file that is mapped at these addresses.
-fn part(piece: &Piece, addresses: Range<u64>) -> Part {
-    let at = |address: u64| address - piece.addresses.start + piece.offset;
-    (piece.file, at(addresses.start)..at(addresses.end))
-}
-
-fn bytes(parts: &[Part]) -> u64 {
-    parts.iter().map(|(_, part)| part.end - part.start).sum()
-}
-
-/// What pieces show of their files, without addresses that are private now. Both are in order.
-fn without(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
-    let (mut parts, mut first) = (Vec::new(), 0);
-    for piece in pieces {
-        let Range { start: mut next, end } = piece.addresses;
-        first += private[first..].iter().take_while(|it| it.end <= next).count();
-        for region in private[first..].iter().take_while(|it| it.start < end) {
-            if region.start > next {
-                parts.push(part(piece, next..region.start));
-            }
-            next = next.max(region.end).min(end);
-        }
-        if next < end {
-            parts.push(part(piece, next..end));
-        }
-    }
-    parts
 }
 
 /// Divides parts of files among machines: how many bytes they have together, each counted once, and for
@@ -387,22 +348,5 @@ mod tests {
             assert!((share - expected).abs() < 1e-9, "{shares:?}");
         }
         assert!((shares.iter().sum::<f64>() - 160.0).abs() < 1e-9);
-    }
-
-    #[test]
-    fn written_pages_of_pools_are_no_longer_theirs() {
-        let piece = |addresses: Range<u64>, offset| Piece { addresses, file: FILE, offset };
-        let pieces = [piece(100..200, 1000), piece(200..300, 5000), piece(400..500, 0)];
-        let private = [0..100, 120..130, 190..210, 250..260, 300..410, 490..500, 600..700];
-        let expected = [
-            (FILE, 1000..1020),
-            (FILE, 1030..1090),
-            (FILE, 5010..5050),
-            (FILE, 5060..5100),
-            (FILE, 10..90),
-        ];
-        assert_eq!(without(&pieces, &private), expected);
-        assert_eq!(without(&pieces, &[]).len(), 3);
-        assert_eq!(without(&pieces, std::slice::from_ref(&(0..1000))), []);
     }
 }

@@ -46,10 +46,12 @@ impl Machines<'_> {
     /// Attaches to the console of a detached virtual machine, which may have ended.
     ///
     /// # Errors
-    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::Attached`], [`VmError::RunDir`],
-    /// [`VmError::Mount`].
+    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotOurs`], [`VmError::Attached`],
+    /// [`VmError::RunDir`], [`VmError::Mount`].
     pub fn console(&self, name: &str) -> Result<Console> {
-        let state = self.get(name)?.state;
+        let status = self.get(name)?;
+        status.record.started()?;
+        let state = status.state;
         let dir = self.dir().join(name);
         let attached = |to| VmError::Attached { name: name.to_owned(), to };
         let path = dir.join("output");

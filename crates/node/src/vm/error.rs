@@ -60,6 +60,23 @@ pub enum VmError {
     /// It has ended.
     #[error("virtual machine `{0}` has ended")]
     NotRunning(String),
+    /// Somebody else started it.
+    #[error(
+        "virtual machine `{0}` was started by somebody else; Cofolio returns its free memory and \
+         keeps account of it, until `cofolio vm detach`"
+    )]
+    NotOurs(String),
+    /// It was started by Cofolio.
+    #[error("virtual machine `{0}` was not attached; `cofolio vm stop` ends it")]
+    NotAttached(String),
+    /// The control socket of somebody else's VMM.
+    #[error("control socket {}", path.display())]
+    Control {
+        /// Its path.
+        path: PathBuf,
+        /// What failed there.
+        source: io::Error,
+    },
     /// A process could not be started in it.
     #[error("virtual machine `{name}`: starting a process")]
     Exec {

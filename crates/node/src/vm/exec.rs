@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use super::error::{Result, VmError};
 use super::qmp::Qmp;
-use super::{Machines, State, socket};
+use super::{Machines, State, Vmm, socket};
 use crate::run_dir::running::random_number;
 
 /// How long a guest may take to start a process. An emulated processor is slow.
@@ -65,9 +65,17 @@ impl Machines<'_> {
     /// Starts a process in a virtual machine. Returns when it runs.
     ///
     /// # Errors
-    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotRunning`], [`VmError::Exec`].
+    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotOurs`], [`VmError::NotRunning`],
+    /// [`VmError::Unsupported`], [`VmError::Exec`].
     pub fn exec(&self, name: &str, exec: Exec) -> Result<Session> {
-        if self.get(name)?.state == State::Ended {
+        let status = self.get(name)?;
+        status.record.started()?;
+        if status.record.vmm != Vmm::Qemu {
+            let vmm = status.record.vmm;
+            let what = format!("`vm exec` plugs a port into the guest, which {vmm} cannot");
+            return Err(VmError::Unsupported(what));
+        }
+        if status.state == State::Ended {
             return Err(VmError::NotRunning(name.to_owned()));
         }
         let failed = |source| VmError::Exec { name: name.to_owned(), source };

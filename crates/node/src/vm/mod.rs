@@ -2,18 +2,19 @@
 //!
 //! ```text
 //! image ─▶ pack and segments (image) ─▶ virtio-pmem devices, read-only ──┐
-//! vmlinuz ─▶ modules (kernel) ┐                                          ├─▶ VMM (qemu)
+//! vmlinuz ─▶ modules (kernel) ┐                                          ├─▶ VMM (vmm)
 //! cofolio-guest ──────────────┴▶ initramfs ──────────────────────────────┘     │
 //!                                                                       channel│ console
 //! image config ─▶ Start ──────────────────────────────────────▶ first process ◀┘
 //!
-//! <run>/vms/<key>.initramfs   of one kernel, for all guests
+//! <run>/vms/<key>.initramfs   of one kernel, for all guests; likewise .vmlinux
 //! <run>/vms/<name>/           mode 0700
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
-//!   pid                       of the VMM, written by it
+//!   pid                       of QEMU, written by it
 //!   qmp, recycle, exec        sockets of its control protocol: for others, for the recycler, and for
 //!                             whoever starts a process in it (see `exec`)
+//!   api, vsock, vsock_1024    of other VMMs: of their control protocol, and of the channel to the guest
 //!   merge                     socket of the shim in the VMM's process (see `merger`)
 //!   control                   socket of the process that waits: takes messages for the guest
 //!   vmm.log                   what the VMM complains of
@@ -25,13 +26,18 @@
 //!
 //! `cofolio vm run`, or the process that `vm run --detach` leaves behind, waits for the VMM and
 //! removes what is left. If it is killed the VMM goes on; [`Machines::reconcile`] removes what is
-//! left after its end. A VMM lives as long as somebody has the lock: it inherits it.
+//! left after its end. A VMM lives as long as somebody has the lock: it inherits it. Of an attached
+//! one, which somebody else started, there is the record alone; it lives as long as its process.
 
 pub mod account;
+mod attach;
+mod cloud_hypervisor;
 pub mod console;
 mod disk;
 mod error;
 pub mod exec;
+mod firecracker;
+mod http;
 mod image;
 mod initramfs;
 mod kernel;
@@ -42,6 +48,8 @@ pub mod ram;
 pub mod recycler;
 mod run;
 mod socket;
+mod vmlinux;
+mod vmm;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,6 +60,7 @@ use cofolio_store::{Digest, Domain, Root, RootKind};
 use rustix::process::{Signal, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
+pub use self::attach::{AttachRequest, Attached};
 pub use self::disk::DiskRequest;
 use self::error::Result;
 pub use self::error::VmError;
@@ -59,6 +68,7 @@ pub use self::initramfs::initramfs;
 pub use self::kernel::Kernel;
 pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};
+pub use self::vmm::Vmm;
 use crate::container::pidfd;
 pub use crate::run_dir::running::State;
 use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock_ended, read_text};
@@ -72,12 +82,38 @@ const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 pub struct VmRecord {
     /// Its name.
     pub name: String,
+    /// Trust domain.
+    pub domain: String,
+    /// Its VMM.
+    pub vmm: Vmm,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Number of processors.
+    pub cpus: u32,
+    /// When it was made, in seconds since 1970.
+    pub created: i64,
+    /// Who started it.
+    #[serde(flatten)]
+    pub origin: Origin,
+}
+
+/// Who started a virtual machine.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "origin", rename_all = "kebab-case")]
+pub enum Origin {
+    /// Cofolio.
+    Started(Box<Started>),
+    /// Somebody else.
+    Attached(Attached),
+}
+
+/// What Cofolio has started a virtual machine with.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Started {
     /// Digest of the image.
     pub image: Digest,
     /// Name of the image, for people.
     pub image_name: String,
-    /// Trust domain.
-    pub domain: String,
     /// Digest of the image's pack.
     pub pack: Digest,
     /// Digests of its segments.
@@ -87,20 +123,45 @@ pub struct VmRecord {
     /// Signal that asks it to end, from the image config.
     pub stop_signal: String,
     /// The program of the VMM.
-    pub vmm: PathBuf,
+    pub program: PathBuf,
     /// What executes its instructions.
     pub accel: Accel,
-    /// Memory in bytes.
-    pub memory_bytes: u64,
-    /// Number of processors.
-    pub cpus: u32,
     /// Version of its kernel.
     pub kernel: String,
     /// The disk that has its changes; absent where they are in its memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<PathBuf>,
-    /// When it was made, in seconds since 1970.
-    pub created: i64,
+}
+
+impl VmRecord {
+    /// What Cofolio has started it with.
+    ///
+    /// # Errors
+    /// [`VmError::NotOurs`].
+    pub fn started(&self) -> Result<&Started> {
+        match &self.origin {
+            Origin::Started(started) => Ok(started),
+            Origin::Attached(_) => Err(VmError::NotOurs(self.name.clone())),
+        }
+    }
+
+    /// What is known of it if somebody else started it.
+    pub fn attached(&self) -> Option<&Attached> {
+        match &self.origin {
+            Origin::Started(_) => None,
+            Origin::Attached(attached) => Some(attached),
+        }
+    }
+
+    /// Name of the image, for people; empty for one that somebody else started.
+    pub fn image_name(&self) -> &str {
+        self.started().map_or("", |started| &started.image_name)
+    }
+
+    /// Bytes that the guest has outside of its balloon while it is not recycled.
+    pub fn usable_bytes(&self) -> u64 {
+        self.attached().map_or(self.memory_bytes, |attached| attached.usable_bytes)
+    }
 }
 
 /// One line of [`Machines::list`].
@@ -117,8 +178,12 @@ pub struct VmStatus {
     pub exit_status: Option<u8>,
     /// What its console said last, if it is detached.
     pub output: Option<PathBuf>,
-    /// Socket of the VMM's control protocol.
-    pub qmp: PathBuf,
+    /// Socket of QEMU's control protocol.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qmp: Option<PathBuf>,
+    /// Socket of another VMM's control protocol.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api: Option<PathBuf>,
 }
 
 /// The virtual machines of one trust domain.
@@ -178,14 +243,15 @@ impl<'a> Machines<'a> {
     /// after `patience` kills the VMM. It is killed at once if nobody can send that signal.
     ///
     /// # Errors
-    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::StillRunning`], [`VmError::RunDir`].
+    /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotOurs`], [`VmError::StillRunning`],
+    /// [`VmError::RunDir`].
     pub fn stop(&self, name: &str, patience: Duration) -> Result<()> {
         let status = self.get(name)?;
+        let signal = signal_number(&status.record.started()?.stop_signal);
         let dir = self.dir().join(name);
         let until = Instant::now() + patience;
         // Before the question whether it lives: the number cannot be another one's then.
         let vmm = status.pid.and_then(|pid| pidfd(pid).ok());
-        let signal = signal_number(&status.record.stop_signal);
         let asked = socket::connect(&dir, "control")
             .and_then(|mut control| Message::Signal(signal).write(&mut control));
         while asked.is_ok() && Instant::now() < until {
@@ -239,6 +305,12 @@ impl<'a> Machines<'a> {
     fn remove_if_ended(&self, name: &str, retired_too: bool) -> Result<bool> {
         let dir = self.dir().join(name);
         let Some(lock) = lock_ended(&dir)? else { return Ok(false) };
+        // Nobody keeps the lock of an attached one. Its record was written with the lock held.
+        if let Some(record) = read_record(&dir)?
+            && record.attached().is_some_and(Attached::lives)
+        {
+            return Ok(false);
+        }
         self.domain.remove_root(RootKind::Vm, &self.root_id(name))?;
         if !retired_too && kept_exit_status(&dir).is_some() {
             return Ok(false);
@@ -274,19 +346,35 @@ fn names(all: &Path) -> Result<Vec<String>> {
 
 fn status(dir: &Path) -> Result<Option<VmStatus>> {
     let Some(record) = read_record(dir)? else { return Ok(None) };
-    let lives = is_locked(dir)?;
-    let is_attended = || socket::is_listening(dir, "control");
-    let state = match lives {
-        false => State::Ended,
-        true if is_attended() => State::Running,
-        true => State::Unattended,
+    let (state, pid) = match record.attached() {
+        Some(attached) if attached.lives() => (State::Running, Some(attached.vmm_pid)),
+        Some(_) => (State::Ended, None),
+        None => {
+            let lives = is_locked(dir)?;
+            let is_attended = || socket::is_listening(dir, "control");
+            let state = match lives {
+                false => State::Ended,
+                true if is_attended() => State::Running,
+                true => State::Unattended,
+            };
+            (state, vmm_pid(dir, record.vmm).filter(|_| lives))
+        }
+    };
+    let socket = match record.attached() {
+        Some(attached) => attached.socket.clone(),
+        None => dir.join(record.vmm.socket()),
+    };
+    let (qmp, api) = match record.vmm {
+        Vmm::Qemu => (Some(socket), None),
+        Vmm::CloudHypervisor | Vmm::Firecracker => (None, Some(socket)),
     };
     Ok(Some(VmStatus {
         state,
-        pid: vmm_pid(dir).filter(|_| lives),
-        exit_status: kept_exit_status(dir).filter(|_| !lives),
+        pid,
+        exit_status: kept_exit_status(dir).filter(|_| state == State::Ended),
         output: Some(dir.join("output")).filter(|output| output.exists()),
-        qmp: dir.join("qmp"),
+        qmp,
+        api,
         record,
     }))
 }
@@ -296,8 +384,12 @@ fn read_record(dir: &Path) -> Result<Option<VmRecord>, RunDirError> {
     read_json(&dir.join("vm.json"))
 }
 
-fn vmm_pid(dir: &Path) -> Option<u32> {
-    read_text(&dir.join("pid"))?.trim().parse().ok()
+/// Only QEMU writes it; the others listen themselves.
+fn vmm_pid(dir: &Path, vmm: Vmm) -> Option<u32> {
+    match vmm {
+        Vmm::Qemu => read_text(&dir.join("pid"))?.trim().parse().ok(),
+        _ => socket::peer(&socket::connect(dir, vmm.socket()).ok()?),
+    }
 }
 
 /// Removes a directory, its record and lock last, so that after a crash it is still known.

@@ -3,14 +3,19 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cofolio_guest::CHANNEL_PORT;
+use cofolio_sys::process::inherit;
 use serde::{Deserialize, Serialize};
 
 use super::error::{Result, VmError};
-use super::kernel::Kernel;
+use super::initramfs::beside;
+use super::vmm::{Channel, Launch, Machine};
+use super::{merger, socket};
+use crate::mount::At as _;
 use crate::programs;
 
 /// The first PCI slot of the image's devices, eight to a slot; those before are for the others.
@@ -41,28 +46,6 @@ impl Accel {
     }
 }
 
-/// All that a QEMU is started with.
-pub(super) struct Qemu<'q> {
-    pub(super) name: &'q str,
-    pub(super) accel: Accel,
-    pub(super) memory_bytes: u64,
-    pub(super) cpus: u32,
-    pub(super) kernel: &'q Kernel,
-    pub(super) initramfs: &'q Path,
-    /// Words for the kernel.
-    pub(super) append: String,
-    /// The image's files, with their sizes.
-    pub(super) files: &'q [(PathBuf, u64)],
-    /// A disk with a filesystem for changes.
-    pub(super) disk: Option<&'q Path>,
-    /// Where it writes its process id.
-    pub(super) pid_file: &'q Path,
-    /// Listening sockets for its control protocol: each serves one client at a time.
-    pub(super) monitors: Vec<OwnedFd>,
-    /// The guest's end of the channel.
-    pub(super) channel: OwnedFd,
-}
-
 /// The program of QEMU for this machine's processor.
 ///
 /// # Errors
@@ -77,79 +60,86 @@ pub(super) fn program() -> Result<PathBuf> {
     programs::find(name).ok_or_else(|| VmError::Unsupported(format!("{name} is not installed")))
 }
 
-impl Qemu<'_> {
-    /// The command. The guest's console is its standard input and output.
-    ///
-    /// # Errors
-    /// [`VmError::Unsupported`] for an image with too many devices.
-    pub(super) fn command(self, program: &Path) -> Result<Command> {
-        if self.files.len() > DEVICES_MAX {
-            let what =
-                format!("the image has {} devices, QEMU takes {DEVICES_MAX}", self.files.len());
-            return Err(VmError::Unsupported(what));
-        }
-        let mut command = Command::new(program);
-        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-        command.args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,resourcecontrol=deny"]);
-        command.args(["-name", &format!("{},debug-threads=on", self.name)]);
-        command.arg("-pidfile").arg(self.pid_file);
-        match self.accel {
-            Accel::Kvm => {
-                command.args(["-accel", "kvm", "-machine", "pc,mem-merge=off", "-cpu", "host"])
-            }
-            // With HPET guests of QEMU 7.2's emulator were seen to hang, and cmpxchg16b to leave garbage
-            // in the flags. It would keep up to 1 GiB of translated code.
-            Accel::Tcg => command.args([
-                "-accel",
-                "tcg,tb-size=64",
-                "-machine",
-                "pc,hpet=off,mem-merge=off",
-                "-cpu",
-                "max,cx16=off",
-            ]),
-        };
-        let devices: u64 = self.files.iter().map(|(_, size)| size).sum();
-        let most = self.memory_bytes + devices.next_multiple_of(DEVICE_ROOM) + DEVICE_ROOM;
-        command.args(["-m", &format!("size={}k,maxmem={}k", self.memory_bytes >> 10, most >> 10)]);
-        command.args(["-smp", &self.cpus.to_string()]);
-        command.arg("-kernel").arg(&self.kernel.image).arg("-initrd").arg(self.initramfs);
-        command.args(["-append", &self.append]);
-        for (number, (path, size)) in self.files.iter().enumerate() {
-            let mut backend = OsString::from(format!("memory-backend-file,id=image{number},"));
-            backend.push(format!("size={size},share=on,readonly=on,mem-path="));
-            backend.push(escaped(path));
-            let (slot, function) = (FIRST_SLOT + number / 8, number % 8);
-            let multi = if function == 0 { ",multifunction=on" } else { "" };
-            let device =
-                format!("virtio-pmem-pci,memdev=image{number},addr={slot:x}.{function:x}{multi}");
-            command.arg("-object").arg(backend).args(["-device", &device]);
-        }
-        if let Some(disk) = self.disk {
-            let mut drive = OsString::from("if=none,id=disk,format=raw,discard=unmap,file=");
-            drive.push(escaped(disk));
-            command.arg("-drive").arg(drive).args(["-device", "virtio-blk-pci,drive=disk"]);
-        }
-        command.args([
-            "-device",
-            "virtio-balloon-pci,id=balloon,free-page-reporting=on,deflate-on-oom=on",
-        ]);
-        command.args(["-device", "virtio-serial-pci"]);
-        command.args(["-chardev", "stdio,id=console,signal=off"]);
-        command.args(["-device", "virtconsole,chardev=console"]);
-        command.args(["-chardev", &format!("socket,id=channel,fd={}", self.channel.as_raw_fd())]);
-        command.args(["-device", &format!("virtserialport,chardev=channel,name={CHANNEL_PORT}")]);
-        for (number, monitor) in self.monitors.iter().enumerate() {
-            let fd = monitor.as_raw_fd();
-            let socket = format!("socket,id=monitor{number},fd={fd},server=on,wait=off");
-            let monitor = format!("chardev=monitor{number},mode=control");
-            command.args(["-chardev", &socket, "-mon", &monitor]);
-        }
-        cofolio_sys::process::inherit(&mut command, self.channel);
-        for monitor in self.monitors {
-            cofolio_sys::process::inherit(&mut command, monitor);
-        }
-        Ok(command)
+/// What starts it. The guest's console is its standard input and output.
+///
+/// # Errors
+/// [`VmError::Unsupported`] for an image with too many devices, [`VmError::Mount`].
+pub(super) fn launch(machine: &Machine<'_>, program: &Path) -> Result<Launch> {
+    // It serves one client at a time at each.
+    let monitors = ["qmp", "recycle", "exec"].map(|name| {
+        let listener = socket::listen(machine.dir, name);
+        Ok::<_, VmError>(OwnedFd::from(listener.at("listening at", machine.dir.join(name))?))
+    });
+    let monitors = monitors.into_iter().collect::<Result<Vec<_>>>()?;
+    let (channel, guests) = UnixStream::pair().at("making", "a socket")?;
+    let guests = OwnedFd::from(guests);
+    if machine.files.len() > DEVICES_MAX {
+        let what =
+            format!("the image has {} devices, QEMU takes {DEVICES_MAX}", machine.files.len());
+        return Err(VmError::Unsupported(what));
     }
+    let mut command = Command::new(program);
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    command.args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,resourcecontrol=deny"]);
+    command.args(["-name", &format!("{},debug-threads=on", machine.name)]);
+    command.arg("-pidfile").arg(machine.dir.join("pid"));
+    match machine.accel {
+        Accel::Kvm => {
+            command.args(["-accel", "kvm", "-machine", "pc,mem-merge=off", "-cpu", "host"])
+        }
+        // With HPET guests of QEMU 7.2's emulator were seen to hang, and cmpxchg16b to leave garbage
+        // in the flags. It would keep up to 1 GiB of translated code.
+        Accel::Tcg => command.args([
+            "-accel",
+            "tcg,tb-size=64",
+            "-machine",
+            "pc,hpet=off,mem-merge=off",
+            "-cpu",
+            "max,cx16=off",
+        ]),
+    };
+    let devices: u64 = machine.files.iter().map(|(_, size)| size).sum();
+    let most = machine.memory_bytes + devices.next_multiple_of(DEVICE_ROOM) + DEVICE_ROOM;
+    command.args(["-m", &format!("size={}k,maxmem={}k", machine.memory_bytes >> 10, most >> 10)]);
+    command.args(["-smp", &machine.cpus.to_string()]);
+    command.arg("-kernel").arg(&machine.kernel.image).arg("-initrd").arg(machine.initramfs);
+    command.args(["-append", &machine.append]);
+    for (number, (path, size)) in machine.files.iter().enumerate() {
+        let mut backend = OsString::from(format!("memory-backend-file,id=image{number},"));
+        backend.push(format!("size={size},share=on,readonly=on,mem-path="));
+        backend.push(escaped(path));
+        let (slot, function) = (FIRST_SLOT + number / 8, number % 8);
+        let multi = if function == 0 { ",multifunction=on" } else { "" };
+        let device =
+            format!("virtio-pmem-pci,memdev=image{number},addr={slot:x}.{function:x}{multi}");
+        command.arg("-object").arg(backend).args(["-device", &device]);
+    }
+    if let Some(disk) = machine.disk {
+        let mut drive = OsString::from("if=none,id=disk,format=raw,discard=unmap,file=");
+        drive.push(escaped(disk));
+        command.arg("-drive").arg(drive).args(["-device", "virtio-blk-pci,drive=disk"]);
+    }
+    command.args([
+        "-device",
+        "virtio-balloon-pci,id=balloon,free-page-reporting=on,deflate-on-oom=on",
+    ]);
+    command.args(["-device", "virtio-serial-pci"]);
+    command.args(["-chardev", "stdio,id=console,signal=off"]);
+    command.args(["-device", "virtconsole,chardev=console"]);
+    command.args(["-chardev", &format!("socket,id=channel,fd={}", guests.as_raw_fd())]);
+    command.args(["-device", &format!("virtserialport,chardev=channel,name={CHANNEL_PORT}")]);
+    for (number, monitor) in monitors.iter().enumerate() {
+        let fd = monitor.as_raw_fd();
+        let socket = format!("socket,id=monitor{number},fd={fd},server=on,wait=off");
+        let monitor = format!("chardev=monitor{number},mode=control");
+        command.args(["-chardev", &socket, "-mon", &monitor]);
+    }
+    monitors.into_iter().chain([guests]).for_each(|fd| inherit(&mut command, fd));
+    if let Some(library) = beside("libcofolio_shim.so")? {
+        let preloaded = merger::preload(&mut command, &library, machine.dir, machine.memory_bytes);
+        preloaded.at("listening at", machine.dir.join("merge"))?;
+    }
+    Ok(Launch { command, channel: Channel::Connected(channel) })
 }
 
 /// A path in an option: QEMU reads a comma as its end, and two as one.

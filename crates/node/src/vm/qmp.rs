@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::socket::send_with;
+use super::socket::{peer, send_with};
 
 /// Longest answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 4 << 20;
@@ -32,7 +32,16 @@ impl Qmp {
         socket.set_read_timeout(patience)?;
         socket.set_write_timeout(patience)?;
         let mut qmp = Self { reader: BufReader::new(socket) };
-        let greeting = qmp.read()?;
+        let greeting = qmp.read().map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!(
+                    "nobody answers in {ANSWER_SECONDS_MAX} s: QEMU serves one client at a time, \
+                     and another one may have this socket"
+                ),
+            ),
+            _ => error,
+        })?;
         if greeting.get("QMP").is_none() {
             return Err(invalid(format!("no QEMU greets there: {greeting}")));
         }
@@ -48,6 +57,11 @@ impl Qmp {
         let call = json!({ "execute": command, "arguments": arguments });
         self.reader.get_mut().write_all(format!("{call}\n").as_bytes())?;
         self.answer(command)
+    }
+
+    /// The process that listens there.
+    pub(super) fn peer(&self) -> Option<u32> {
+        peer(self.reader.get_ref())
     }
 
     /// Passes a descriptor to QEMU, under this name. Fails like [`Qmp::call`].

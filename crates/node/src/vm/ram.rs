@@ -9,8 +9,13 @@ use cofolio_sys::pagemap::{Query, Region, category, scan};
 
 use crate::kernel_text;
 
-/// VMMs map a guest's memory at multiples of this, for huge pages.
+/// QEMU maps a guest's memory at multiples of this, for huge pages.
 const ALIGN: u64 = 2 << 20;
+/// Cloud Hypervisor and Firecracker map what is below the hole for 32-bit devices apart from the rest.
+const BELOW_HOLE: u64 = 3 << 30;
+/// Filesystems, by `include/uapi/linux/magic.h`.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// A guest's memory in a process.
 #[derive(Debug)]
@@ -18,23 +23,102 @@ pub struct Ram {
     /// Of the process, in `/proc`.
     dir: PathBuf,
     pagemap: File,
-    addresses: Range<u64>,
+    /// Where it is, in the order of addresses: in one piece, or in two.
+    parts: Vec<Range<u64>>,
+    backing: Backing,
+}
+
+/// What a guest's memory is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Backing {
+    /// Private anonymous pages, and merged ones.
+    Private,
+    /// Pages of a file in memory (memfd, tmpfs). A VMM discards them by punching holes.
+    Shared,
+    /// Pages of hugetlbfs.
+    Huge,
+    /// Pages of a file on a disk.
+    File(String),
 }
 
 impl Ram {
-    /// The memory of a guest that has `bytes` of it, in the process `pid`, if it is private and
-    /// anonymous. `proc` is `/proc`.
+    /// The memory of a guest that has `bytes` of it, in the process `pid`. `proc` is `/proc`.
     ///
     /// # Errors
     /// Those of reading `/proc/PID`; `NotFound` if the process has no such mapping.
     pub fn find(proc: &Path, pid: u32, bytes: u64) -> io::Result<Self> {
         let dir = proc.join(pid.to_string());
         let maps = kernel_text::read(&dir.join("maps"))?;
-        let addresses = find_in(&maps, bytes).ok_or_else(|| {
-            let what = format!("process {pid} {}", why_not(&maps, bytes));
+        let (parts, file) = find_in(&maps, bytes).ok_or_else(|| {
+            let what = format!("process {pid} has no mapping of {bytes} bytes");
             io::Error::new(io::ErrorKind::NotFound, what)
         })?;
-        Ok(Self { pagemap: File::open(dir.join("pagemap"))?, dir, addresses })
+        let backing = match file {
+            None => Backing::Private,
+            Some(Mapped { is_private, name }) => {
+                let Range { start, end } = parts[0];
+                let link = dir.join(format!("map_files/{start:x}-{end:x}"));
+                match rustix::fs::statfs(&link)?.f_type.cast_unsigned() {
+                    HUGETLBFS_MAGIC => Backing::Huge,
+                    TMPFS_MAGIC if !is_private => Backing::Shared,
+                    _ => Backing::File(name.to_owned()),
+                }
+            }
+        };
+        Ok(Self { pagemap: File::open(dir.join("pagemap"))?, dir, parts, backing })
+    }
+
+    /// Why a VMM cannot discard single pages of it, if so.
+    pub(super) fn refusal(&self) -> Option<String> {
+        match &self.backing {
+            Backing::Private | Backing::Shared => None,
+            Backing::Huge => Some(
+                "its memory is huge pages of hugetlbfs, of which a balloon takes only parts"
+                    .to_owned(),
+            ),
+            Backing::File(name) => Some(format!("its memory is the file {name}")),
+        }
+    }
+
+    /// Memory of the process that is of the kind of the guest's, in bytes: a counter of the
+    /// kernel's, which costs next to nothing.
+    ///
+    /// # Errors
+    /// Those of reading `/proc/PID`; `InvalidData` if the kernel does not say it.
+    pub(super) fn counted(&self) -> io::Result<u64> {
+        match self.backing {
+            Backing::Private => self.anonymous(),
+            Backing::Shared => self.counter("RssShmem:"),
+            Backing::Huge => self.counter("HugetlbPages:"),
+            Backing::File(_) => self.counter("RssFile:"),
+        }
+    }
+
+    /// What the VMM takes for itself, in private pages, where the host holds `held` bytes of the
+    /// guest's memory. Fails like [`Ram::counted`].
+    pub(super) fn emulator(&self, held: u64) -> io::Result<u64> {
+        let anonymous = self.anonymous()?;
+        Ok(match self.backing {
+            Backing::Private => anonymous.saturating_sub(held),
+            _ => anonymous,
+        })
+    }
+
+    /// Anonymous memory of the process. `statm` costs less than `status`.
+    fn anonymous(&self) -> io::Result<u64> {
+        // Size, resident pages, and those of files and shared memory among them (proc_pid_statm(5)).
+        let statm = kernel_text::read(&self.dir.join("statm"))?;
+        let mut pages = statm.split(' ').skip(1).map_while(|word| word.parse::<u64>().ok());
+        let (resident, shared) =
+            pages.next().zip(pages.next()).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(resident.saturating_sub(shared) * cofolio_sys::cache::page_size())
+    }
+
+    fn counter(&self, name: &str) -> io::Result<u64> {
+        let status = kernel_text::read(&self.dir.join("status"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+        kib.map(|kib| kib << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
     /// What of it the host holds.
@@ -45,42 +129,58 @@ impl Ram {
         self.count(|_| {})
     }
 
-    /// The same. Calls `each` with the addresses of private pages, in their order.
-    ///
-    /// # Errors
-    /// Those of [`scan`].
-    pub(super) fn count(&self, mut each: impl FnMut(Range<u64>)) -> io::Result<Resident> {
+    /// The same. Calls `each` with the addresses of pages that are not merged, in their order.
+    fn count(&self, mut each: impl FnMut(Range<u64>)) -> io::Result<Resident> {
         let query = Query {
             mask: category::PRESENT,
             returned: category::FILE | category::ZERO,
             ..Query::default()
         };
+        let can_be_merged = self.backing == Backing::Private;
         let mut resident = Resident::default();
-        scan(&self.pagemap, self.addresses.clone(), query, |Region { start, end, categories }| {
-            // The kernel's page of zeros takes nothing.
-            if categories & category::ZERO != 0 {
-                resident.zeros += end - start;
-                return;
-            }
-            resident.bytes += end - start;
-            if categories & category::FILE != 0 {
-                resident.of_files += end - start;
-            } else {
-                each(start..end);
+        for part in &self.parts {
+            scan(&self.pagemap, part.clone(), query, |Region { start, end, categories }| {
+                // The kernel's page of zeros takes nothing.
+                if categories & category::ZERO != 0 {
+                    resident.zeros += end - start;
+                    return;
+                }
+                resident.bytes += end - start;
+                if can_be_merged && categories & category::FILE != 0 {
+                    resident.of_files += end - start;
+                } else {
+                    each(start..end);
+                }
+            })?;
+        }
+        Ok(resident)
+    }
+
+    /// What of it the host holds, and what of it is merged.
+    ///
+    /// # Errors
+    /// Those of reading `/proc/PID/maps` and of [`scan`].
+    pub fn content(&self) -> io::Result<Content> {
+        let merged = self.merged()?;
+        let is_merged = !(merged.pools.is_empty() && merged.images.is_empty());
+        let mut written = Vec::new();
+        let resident = self.count(|region| {
+            if is_merged {
+                written.push(region);
             }
         })?;
-        Ok(resident)
+        let pools = without(&merged.pools, &written);
+        let images = without(&merged.images, &written);
+        Ok(Content { resident, pool_pieces: merged.pools, pools, images })
     }
 
     /// What of it was merged, in the order of addresses: mappings of pools, and of the image. A page that was
     /// written to since is private.
-    ///
-    /// # Errors
-    /// Those of reading `/proc/PID/maps`.
-    pub(super) fn merged(&self) -> io::Result<Merged> {
+    fn merged(&self) -> io::Result<Merged> {
         let maps = kernel_text::read(&self.dir.join("maps"))?;
         let merged = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
-        let merged = merged.filter(|it| self.addresses.contains(&it.addresses.start));
+        let is_guests = |at: &u64| self.parts.iter().any(|part| part.contains(at));
+        let merged = merged.filter(|it| is_guests(&it.addresses.start));
         let (pools, images): (Vec<_>, Vec<_>) = merged.partition(|it| !is_of_image(it.name));
         let pieces = |all: Vec<Mapping<'_>>| all.iter().map(Mapping::piece).collect();
         Ok(Merged { pools: pieces(pools), images: pieces(images) })
@@ -99,14 +199,43 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Private bytes.
+    /// Bytes that only this guest has.
     pub fn private(self) -> u64 {
         self.bytes - self.of_files
     }
 }
 
+/// What a guest's memory holds.
+#[derive(Debug, Default)]
+pub struct Content {
+    /// What the host holds of it.
+    pub resident: Resident,
+    /// Where pools are mapped.
+    pub(super) pool_pieces: Vec<Piece>,
+    /// What is merged with pools. The guest need not have touched it since.
+    pub(super) pools: Vec<Part>,
+    /// The same for files of the image.
+    pub(super) images: Vec<Part>,
+}
+
+impl Content {
+    /// Bytes that are merged with pools and files of the image, whether the guest has touched them
+    /// since or not.
+    pub fn merged_bytes(&self) -> u64 {
+        bytes(&self.pools) + bytes(&self.images)
+    }
+
+    /// Bytes that have a content and are not private: those that are merged, and zeros.
+    pub(super) fn shared_bytes(&self) -> u64 {
+        self.merged_bytes() + self.resident.zeros
+    }
+}
+
 /// A file, by its device and inode.
 pub(super) type FileId = (u64, u64);
+
+/// A part of a file, in bytes.
+pub(super) type Part = (FileId, Range<u64>);
 
 /// A mapping of a part of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -117,13 +246,44 @@ pub(super) struct Piece {
     pub(super) offset: u64,
 }
 
+impl Piece {
+    /// What is mapped at these addresses.
+    pub(super) fn part(&self, addresses: Range<u64>) -> Part {
+        let at = |address: u64| address - self.addresses.start + self.offset;
+        (self.file, at(addresses.start)..at(addresses.end))
+    }
+}
+
+pub(super) fn bytes(parts: &[Part]) -> u64 {
+    parts.iter().map(|(_, part)| part.end - part.start).sum()
+}
+
+/// What pieces show of their files, without addresses that are private now. Both are in order.
+fn without(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
+    let (mut parts, mut first) = (Vec::new(), 0);
+    for piece in pieces {
+        let Range { start: mut next, end } = piece.addresses;
+        first += private[first..].iter().take_while(|it| it.end <= next).count();
+        for region in private[first..].iter().take_while(|it| it.start < end) {
+            if region.start > next {
+                parts.push(piece.part(next..region.start));
+            }
+            next = next.max(region.end).min(end);
+        }
+        if next < end {
+            parts.push(piece.part(next..end));
+        }
+    }
+    parts
+}
+
 /// What of a guest's memory was merged.
 #[derive(Debug, Default)]
-pub(super) struct Merged {
+struct Merged {
     /// With pools of merged pages.
-    pub(super) pools: Vec<Piece>,
+    pools: Vec<Piece>,
     /// With files of the image.
-    pub(super) images: Vec<Piece>,
+    images: Vec<Piece>,
 }
 
 /// A line of `/proc/PID/maps`.
@@ -167,58 +327,64 @@ pub(super) fn is_of_image(path: &str) -> bool {
     path.ends_with(".segment") || path.ends_with(".dax")
 }
 
-/// The addresses of a guest's memory: the largest part of the address space that is readable,
-/// writable and private without a hole, and holds that much from a multiple of 2 MiB on. Other
-/// mappings can follow at once, and merged pages are mappings of their own.
-fn find_in(maps: &str, bytes: u64) -> Option<Range<u64>> {
+/// The file of a guest's memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Mapped<'l> {
+    is_private: bool,
+    name: &'l str,
+}
+
+/// Where a guest's memory of so many bytes is, and its file if it has one.
+fn find_in(maps: &str, bytes: u64) -> Option<(Vec<Range<u64>>, Option<Mapped<'_>>)> {
     let mut runs: Vec<Range<u64>> = Vec::new();
+    let mut of_files = Vec::new();
     for Mapping { addresses, access, name, .. } in maps.lines().filter_map(mapping) {
-        if !access.starts_with("rw-p") || !(name.is_empty() || is_merged(name)) {
+        if !access.starts_with("rw-") {
             continue;
         }
+        let is_private = access.ends_with('p');
+        if !is_private || !(name.is_empty() || is_merged(name)) {
+            of_files.push((addresses, Mapped { is_private, name }));
+            continue;
+        }
+        // Merged pages are mappings of their own.
         match runs.last_mut().filter(|last| last.end == addresses.start) {
             Some(last) => last.end = addresses.end,
             None => runs.push(addresses),
         }
     }
+    let of_size = |bytes| {
+        let is_it = |it: &Range<u64>| it.end - it.start == bytes;
+        let private = runs.iter().find(|it| is_it(it)).map(|it| (it.clone(), None));
+        private.or_else(|| {
+            let file = of_files.iter().find(|(addresses, _)| is_it(addresses));
+            file.map(|(addresses, file)| (addresses.clone(), Some(file)))
+        })
+    };
+    if let Some((part, file)) = of_size(bytes) {
+        return Some((vec![part], file.cloned()));
+    }
+    if let Some((above, file)) = bytes.checked_sub(BELOW_HOLE).and_then(of_size)
+        && let Some((below, _)) = of_size(BELOW_HOLE)
+    {
+        let mut parts = vec![below, above];
+        parts.sort_by_key(|part| part.start);
+        return Some((parts, file.cloned()));
+    }
+    // Something else before or behind it became one mapping with it.
     let ram = |run: &Range<u64>| {
         let start = run.start.next_multiple_of(ALIGN);
         (start + bytes <= run.end).then_some(start..start + bytes)
     };
     runs.sort_by_key(|run| run.end - run.start);
-    runs.iter().rev().find_map(ram)
-}
-
-/// Why nothing was found there.
-fn why_not(maps: &str, bytes: u64) -> String {
-    let mut large = maps.lines().filter_map(mapping).filter(|it| {
-        let Range { start, end } = it.addresses;
-        it.access.starts_with("rw") && !it.name.is_empty() && end - start >= bytes
-    });
-    match large.next() {
-        Some(Mapping { access, name, .. }) => {
-            let how = if access.ends_with('s') { "shared" } else { "of a file or of huge pages" };
-            format!("has its guest's memory in a mapping that is {how}: {name}")
-        }
-        None => format!("has no private mapping of {bytes} bytes"),
-    }
-}
-
-/// Anonymous memory of a process, in bytes: a counter of the kernel's, which costs next to nothing.
-///
-/// # Errors
-/// Those of reading `/proc/PID/statm`; `InvalidData` if it has no such figures.
-pub(super) fn anonymous(proc: &Path, pid: u32) -> io::Result<u64> {
-    // Size, resident pages, and those of files and shared memory among them (proc_pid_statm(5)).
-    let statm = kernel_text::read(&proc.join(pid.to_string()).join("statm"))?;
-    let mut pages = statm.split(' ').skip(1).map_while(|word| word.parse::<u64>().ok());
-    let (resident, shared) = pages.next().zip(pages.next()).ok_or(io::ErrorKind::InvalidData)?;
-    Ok(resident.saturating_sub(shared) * cofolio_sys::cache::page_size())
+    runs.iter().rev().find_map(ram).map(|part| (vec![part], None))
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use std::fs;
 
     use super::*;
 
@@ -232,8 +398,8 @@ mod tests {
 7f0027e00000-7f0027e01000 ---p 00000000 00:00 0
 7f0030000000-7f0038000000 rw-p 00000000 00:00 0
 ";
-        let found = find_in(maps, 512 << 20);
-        assert_eq!(found, Some(0x7f00_07e0_0000..0x7f00_27e0_0000));
+        let at = |addresses| Some((vec![addresses], None));
+        assert_eq!(find_in(maps, 512 << 20), at(0x7f00_07e0_0000..0x7f00_27e0_0000));
         assert_eq!(find_in(maps, 1 << 30), None);
         // Merged pages lie between, and something else before it became one mapping with it.
         let maps = "\
@@ -242,28 +408,84 @@ mod tests {
 7f000a002000-7f000a004000 rw-p 00003000 fe:00 12  /store/segments/a.segment
 7f000a004000-7f0027e00000 rw-p 00000000 00:00 0
 ";
-        assert_eq!(find_in(maps, 512 << 20), Some(0x7f00_07e0_0000..0x7f00_27e0_0000));
+        assert_eq!(find_in(maps, 512 << 20), at(0x7f00_07e0_0000..0x7f00_27e0_0000));
     }
 
     #[test]
-    fn memory_that_is_not_private_is_named() {
+    fn memory_of_others_is_found_in_files_and_around_the_hole() {
         let maps = "\
-7f0000000000-7f0020000000 rw-s 00000000 00:01 1036                       /memfd:ram (deleted)
-7f0030000000-7f0030001000 rw-p 00000000 00:00 0
+7f0000000000-7f0040000000 rw-p 00000000 00:00 0
+7f0040001000-7f0060001000 rw-s 00000000 00:01 7  /memfd:memory-backend-memfd (deleted)
+7f0080000000-7f0140000000 rw-p 00000000 00:00 0
+7f0140001000-7f0180001000 rw-p 00000000 00:00 0
 ";
-        assert!(why_not(maps, 512 << 20).ends_with("that is shared: /memfd:ram"));
-        let maps = "7f0000000000-7f0020000000 rw-p 00000000 00:11 7 /anon_hugepage (deleted)\n";
-        assert!(why_not(maps, 512 << 20).ends_with("huge pages: /anon_hugepage"));
-        assert_eq!(why_not(maps, 1 << 30), "has no private mapping of 1073741824 bytes");
+        let name = "/memfd:memory-backend-memfd";
+        let (parts, file) = find_in(maps, 512 << 20).unwrap();
+        assert_eq!(parts.len(), 1);
+        assert_eq!(parts[0], 0x7f00_4000_1000..0x7f00_6000_1000);
+        assert_eq!(file, Some(Mapped { is_private: false, name }));
+        let (parts, file) = find_in(maps, 4 << 30).unwrap();
+        assert!(parts.contains(&(0x7f00_8000_0000..0x7f01_4000_0000)), "{parts:?}");
+        assert_eq!(parts.iter().map(|part| part.end - part.start).sum::<u64>(), 4 << 30);
+        assert!(parts.is_sorted_by_key(|part| part.start), "{parts:?}");
+        assert_eq!((parts.len(), file), (2, None));
     }
 
     #[test]
-    fn anonymous_memory_is_what_is_no_files() {
+    fn each_backing_has_a_counter() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir(dir.path().join("7")).unwrap();
-        std::fs::write(dir.path().join("7/statm"), "24680 1300 300 12 0 999 0\n").unwrap();
-        assert_eq!(anonymous(dir.path(), 7).unwrap(), 1000 * cofolio_sys::cache::page_size());
-        std::fs::write(dir.path().join("7/statm"), "24680\n").unwrap();
-        assert!(anonymous(dir.path(), 7).is_err());
+        fs::write(dir.path().join("pagemap"), "").unwrap();
+        fs::write(dir.path().join("statm"), "24680 1300 300 12 0 999 0\n").unwrap();
+        let status = "RssFile:\t    8 kB\nRssShmem:\t    16 kB\nHugetlbPages:\t    2048 kB\n";
+        fs::write(dir.path().join("status"), status).unwrap();
+        let ram = |backing| {
+            let pagemap = File::open(dir.path().join("pagemap")).unwrap();
+            Ram { dir: dir.path().to_owned(), pagemap, parts: Vec::new(), backing }
+        };
+        let anonymous = 1000 * cofolio_sys::cache::page_size();
+        let private = ram(Backing::Private);
+        assert_eq!(private.counted().unwrap(), anonymous);
+        assert_eq!(private.emulator(4096).unwrap(), anonymous - 4096);
+        let shared = ram(Backing::Shared);
+        assert_eq!(shared.counted().unwrap(), 16 << 10);
+        // All that is anonymous is the VMM's then.
+        assert_eq!(shared.emulator(4096).unwrap(), anonymous);
+        assert_eq!(ram(Backing::Huge).counted().unwrap(), 2 << 20);
+        assert_eq!(ram(Backing::File(String::new())).counted().unwrap(), 8 << 10);
+        fs::write(dir.path().join("statm"), "24680\n").unwrap();
+        assert!(private.counted().is_err());
+    }
+
+    #[test]
+    fn huge_pages_and_files_are_refused() {
+        let ram = |backing| Ram {
+            dir: PathBuf::new(),
+            pagemap: File::open("/dev/null").unwrap(),
+            parts: Vec::new(),
+            backing,
+        };
+        assert_eq!(ram(Backing::Private).refusal(), None);
+        assert_eq!(ram(Backing::Shared).refusal(), None);
+        assert!(ram(Backing::Huge).refusal().unwrap().contains("hugetlbfs"));
+        let of_file = ram(Backing::File("/vm/memory".to_owned())).refusal().unwrap();
+        assert!(of_file.ends_with("the file /vm/memory"), "{of_file}");
+    }
+
+    #[test]
+    fn written_pages_of_pools_are_no_longer_theirs() {
+        const FILE: FileId = (1, 7);
+        let piece = |addresses: Range<u64>, offset| Piece { addresses, file: FILE, offset };
+        let pieces = [piece(100..200, 1000), piece(200..300, 5000), piece(400..500, 0)];
+        let private = [0..100, 120..130, 190..210, 250..260, 300..410, 490..500, 600..700];
+        let expected = [
+            (FILE, 1000..1020),
+            (FILE, 1030..1090),
+            (FILE, 5010..5050),
+            (FILE, 5060..5100),
+            (FILE, 10..90),
+        ];
+        assert_eq!(without(&pieces, &private), expected);
+        assert_eq!(without(&pieces, &[]).len(), 3);
+        assert_eq!(without(&pieces, std::slice::from_ref(&(0..1000))), []);
     }
 }

@@ -17,10 +17,13 @@ use cofolio_store::Digest;
 use cofolio_store::task::{Cancel, Task};
 
 use super::error::{Result, VmError};
-use super::initramfs::{beside, guest_program, initramfs};
-use super::qemu::{self, Accel, Qemu};
+use super::initramfs::{guest_program, initramfs};
 use super::socket;
-use super::{DiskRequest, Kernel, Machines, VmRecord, console, disk, image, merger, remove_files};
+use super::vmm::{Channel, Launch, Machine};
+use super::{
+    Accel, DiskRequest, Kernel, Machines, Origin, Started, VmRecord, Vmm, console, disk, image,
+    remove_files,
+};
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
 use crate::mount::{At as _, Check};
@@ -30,7 +33,7 @@ use crate::run_dir::running::{OUTPUT_BYTES_MAX, claim, is_name, write_file};
 /// reported to the host one by one. Devices of memory lie above 4 GiB, and for memory there the kernel
 /// would reserve 64 MiB of bounce buffers, which virtio does not use. On a busy host an emulated timer can
 /// be too late for the kernel's check of it, which ends in a panic.
-const KERNEL_WORDS: &str = "console=hvc0 quiet panic=-1 init_on_alloc=0 swiotlb=noforce no_timer_check \
+const KERNEL_WORDS: &str = "quiet panic=-1 init_on_alloc=0 swiotlb=noforce no_timer_check \
     page_reporting.page_reporting_order=0";
 /// How long a guest may take to run the image's program. An emulated processor is slow.
 const START_SECONDS_MAX: u64 = 300;
@@ -62,6 +65,10 @@ pub struct Request {
     pub kernel: Kernel,
     /// What executes its instructions.
     pub accel: Accel,
+    /// Its VMM.
+    pub vmm: Vmm,
+    /// Whether KSM may merge its memory.
+    pub ksm: bool,
     /// Whether its program has input, and the rows and columns of its terminal then.
     pub terminal: Option<(u16, u16)>,
     /// Where changes go, if not to the guest's memory.
@@ -123,9 +130,14 @@ impl Machines<'_> {
         let program = bundle::program(&request.config, &request.options)?;
         let dirs = request.writable_dirs.as_deref();
         let dirs = dirs.map(|dirs| image::writable_dirs(&request.config, dirs)).transpose()?;
-        let (vmm, guest) = (qemu::program()?, guest_program()?);
+        let (vmm, guest) = (request.vmm.program(request.accel)?, guest_program()?);
         if let Some(name) = request.name.as_deref().filter(|name| !is_name(name)) {
             return Err(VmError::Name(name.to_owned()));
+        }
+        if request.ksm && request.vmm == Vmm::Qemu {
+            // The merger does this, within the trust domain.
+            let what = "--ksm: pages of machines with QEMU are merged by the daemon";
+            return Err(VmError::Unsupported(what.to_owned()));
         }
         self.run.prepare()?;
         let make_room = |name: &str| self.remove_if_ended(name, true);
@@ -172,55 +184,49 @@ impl Machines<'_> {
         self.keep(name, &request.image, boot_id.map(|id| id.trim().to_owned()))?;
         let disk = request.disk.as_ref().map(disk::open).transpose()?;
         let attached = image::attach(self.domain, &request.image, request.check, task)?;
-        let modules: &[&str] = if disk.is_some() { &disk::MODULES } else { &[] };
-        let initramfs = initramfs(&self.dir(), &request.kernel, guest, modules)?;
-        let record = VmRecord {
-            name: name.to_owned(),
+        let of_disk: &[&str] = if disk.is_some() { &disk::MODULES } else { &[] };
+        let modules = [request.vmm.modules(), of_disk].concat();
+        let initramfs = initramfs(&self.dir(), &request.kernel, guest, &modules)?;
+        let started = Started {
             image: request.image,
             image_name: request.image_name.clone(),
-            domain: self.domain.name().to_owned(),
             pack: attached.report.pack,
             segments: attached.report.segments.clone(),
             command: program.command.clone(),
             stop_signal: request.config.stop_signal().to_owned(),
-            vmm: vmm.to_owned(),
+            program: vmm.to_owned(),
             accel: request.accel,
-            memory_bytes: request.memory_bytes,
-            cpus: request.cpus,
             kernel: request.kernel.version.clone(),
             disk: disk.as_ref().map(|disk| disk.path.clone()),
+        };
+        let record = VmRecord {
+            name: name.to_owned(),
+            domain: self.domain.name().to_owned(),
+            vmm: request.vmm,
+            memory_bytes: request.memory_bytes,
+            cpus: request.cpus,
             created: cofolio_store::now(),
+            origin: Origin::Started(Box::new(started)),
         };
         let path = dir.join("vm.json");
         let text = serde_json::to_vec(&record).map_err(io::Error::other).at("writing", &path)?;
         write_file(&path, &text)?;
 
         let control = socket::listen(dir, "control").at("listening at", dir.join("control"))?;
-        let monitors = ["qmp", "recycle", "exec"].map(|name| {
-            let listener = socket::listen(dir, name).at("listening at", dir.join(name))?;
-            Ok::<_, VmError>(OwnedFd::from(listener))
-        });
-        let monitors = monitors.into_iter().collect::<Result<Vec<_>>>()?;
-        let (channel, guests) = UnixStream::pair().at("making", "a socket")?;
-        let mut command = Qemu {
+        let machine = Machine {
             name,
+            dir,
             accel: request.accel,
             memory_bytes: request.memory_bytes,
             cpus: request.cpus,
             kernel: &request.kernel,
             initramfs: &initramfs,
-            append: KERNEL_WORDS.to_owned(),
+            append: format!("{} {KERNEL_WORDS}", request.vmm.words()),
             files: &attached.files,
             disk: disk.as_ref().map(|disk| &*disk.path),
-            pid_file: &dir.join("pid"),
-            monitors,
-            channel: guests.into(),
-        }
-        .command(vmm)?;
+        };
+        let Launch { mut command, channel } = request.vmm.launch(&machine, vmm)?;
         let failed = |source| VmError::Vmm { path: vmm.to_owned(), source };
-        if let Some(library) = beside("libcofolio_shim.so")? {
-            merger::preload(&mut command, &library, dir, request.memory_bytes).map_err(failed)?;
-        }
         let file = Streams::File { path: dir.join("output"), bytes_max: OUTPUT_BYTES_MAX };
         let copies = streams.unwrap_or(&file).connect(&mut command).map_err(failed)?;
         if streams.is_none() && request.terminal.is_some() {
@@ -239,6 +245,9 @@ impl Machines<'_> {
             }
             None => Upper::Memory,
         };
+        if request.ksm {
+            cofolio_sys::process::allow_ksm(&mut command).map_err(failed)?;
+        }
         // Signals of a terminal are for this process.
         command.process_group(0);
         let mut child = command.spawn().map_err(failed)?;
@@ -250,7 +259,7 @@ impl Machines<'_> {
             upper,
             dirs,
             hostname: name.to_owned(),
-            console: "hvc0".to_owned(),
+            console: request.vmm.console().to_owned(),
             process: Process {
                 command: program.command,
                 env: program.env,
@@ -259,7 +268,7 @@ impl Machines<'_> {
                 terminal: request.terminal,
             },
         };
-        match begin(channel, control, start, task) {
+        match begin(&channel, &mut child, control, start, task) {
             Ok((messages, guest)) => Ok((child, copies, messages, guest)),
             Err(error) => {
                 let _ = child.kill();
@@ -276,22 +285,41 @@ impl Machines<'_> {
 
 /// Tells the guest what to start, and waits until it has. Returns what the guest says from then on.
 fn begin(
-    channel: UnixStream,
+    channel: &Channel,
+    vmm: &mut Child,
     control: UnixListener,
     start: Start,
     task: &Task,
 ) -> Result<(Receiver<Message>, Guest)> {
     let broken = |error: io::Error| VmError::Failed(format!("the channel to the guest: {error}"));
+    let ended = || VmError::Failed("the guest ended while it started".to_owned());
+    let late = || VmError::Failed(format!("the guest did not start in {START_SECONDS_MAX} s"));
+    let until = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
+    let channel = loop {
+        task.check()?;
+        if let Some(channel) = channel.connect(LOOK).map_err(broken)? {
+            break channel;
+        }
+        if vmm.try_wait().map_err(broken)?.is_some() {
+            return Err(ended());
+        }
+        if Instant::now() >= until {
+            return Err(late());
+        }
+    };
     let (said, messages) = mpsc::channel();
     let mut reader = channel.try_clone().map_err(broken)?;
     let guest = Guest(Arc::new(Mutex::new(channel)));
-    // QEMU keeps it until the guest reads.
+    // The VMM keeps it until the guest reads.
     guest.tell(&Message::Start(Box::new(start))).map_err(broken)?;
     let listen = move || {
         loop {
             match Message::read(&mut reader) {
                 Ok(message) => {
-                    if said.send(message).is_err() {
+                    let is_last = matches!(message, Message::Ended(_) | Message::Failed(_));
+                    if said.send(message).is_err() || is_last {
+                        // By vsock the guest waits for this before it ends.
+                        let _ = reader.shutdown(std::net::Shutdown::Both);
                         return;
                     }
                 }
@@ -304,20 +332,14 @@ fn begin(
         }
     };
     spawn("guest", listen).map_err(broken)?;
-    let until = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
     loop {
         task.check()?;
         match messages.recv_timeout(LOOK) {
             Ok(Message::Started) => break,
             Ok(Message::Failed(why)) => return Err(VmError::Failed(format!("the guest: {why}"))),
             Ok(other) => return Err(VmError::Failed(format!("the guest said {other:?}"))),
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(VmError::Failed("the guest ended while it started".to_owned()));
-            }
-            Err(RecvTimeoutError::Timeout) if Instant::now() >= until => {
-                let what = format!("the guest did not start in {START_SECONDS_MAX} s");
-                return Err(VmError::Failed(what));
-            }
+            Err(RecvTimeoutError::Disconnected) => return Err(ended()),
+            Err(RecvTimeoutError::Timeout) if Instant::now() >= until => return Err(late()),
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
@@ -393,7 +415,7 @@ impl Running {
     /// Those of waiting for the VMM.
     pub fn wait(&mut self, given_up: &Cancel) -> io::Result<Finished> {
         let mut status = None;
-        // The guest's last word. Then the VMM closes the channel.
+        // The guest's last word.
         while let Ok(message) = self.messages.recv() {
             if let Message::Ended(ended) = message {
                 status = Some(ended);

@@ -1,4 +1,4 @@
-//! Sockets in the directory of a virtual machine, however long its path is.
+//! Sockets of virtual machines, however long their paths are.
 
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Write as _};
@@ -8,11 +8,20 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
     socket_with,
 };
+
+/// Connects to what listens at a path.
+pub(super) fn connect_path(path: &Path) -> io::Result<UnixStream> {
+    match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
+        (Some(dir), Some(name)) if path.is_absolute() => connect(dir, name),
+        _ => UnixStream::connect(path),
+    }
+}
 
 /// Connects to what listens there.
 pub(super) fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
@@ -40,6 +49,12 @@ pub(super) fn is_listening(dir: &Path, name: &str) -> bool {
 pub(super) fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
     let held = File::open(dir)?;
     UnixListener::bind(format!("/proc/self/fd/{}/{name}", held.as_raw_fd()))
+}
+
+/// The process that made the socket on the other side, or listens with it.
+pub(super) fn peer(socket: &UnixStream) -> Option<u32> {
+    let pid = socket_peercred(socket).ok()?.pid.as_raw_nonzero().get();
+    u32::try_from(pid).ok()
 }
 
 /// Sends bytes, with a descriptor beside the first of them.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_node::run_dir::RunDir;
 use cofolio_node::vm::recycler::{Policy, Recycler};
-use cofolio_node::vm::{Accel, VmRecord};
+use cofolio_node::vm::{Accel, Origin, Started, VmRecord};
 use cofolio_store::Digest;
 use cofolio_sys::memory::GuestMemory;
 use rustix::fs::{FlockOperation, flock};
@@ -25,22 +25,26 @@ fn machine(run: &Path, name: &str) -> (Vmm, File) {
     let dir = run.join("vms").join(name);
     let vmm = Vmm::start(&dir, &format!("qmp {name}"), None);
     let digest = Digest::from_lower_hex(&[b'0'; 64]).unwrap();
-    let record = VmRecord {
-        name: name.to_owned(),
+    let started = Started {
         image: digest,
         image_name: "image:1".to_owned(),
-        domain: "default".to_owned(),
         pack: digest,
         segments: Vec::new(),
         command: vec!["program".to_owned()],
         stop_signal: "TERM".to_owned(),
-        vmm: "vmm".into(),
+        program: "vmm".into(),
         accel: Accel::Tcg,
-        memory_bytes: MEMORY as u64,
-        cpus: 1,
         kernel: "6.12".to_owned(),
         disk: None,
+    };
+    let record = VmRecord {
+        name: name.to_owned(),
+        domain: "default".to_owned(),
+        vmm: cofolio_node::vm::Vmm::Qemu,
+        memory_bytes: MEMORY as u64,
+        cpus: 1,
         created: 0,
+        origin: Origin::Started(Box::new(started)),
     };
     fs::write(dir.join("vm.json"), serde_json::to_vec(&record).unwrap()).unwrap();
     fs::write(dir.join("pid"), vmm.pid().to_string()).unwrap();
@@ -123,6 +127,7 @@ fn answer(
         let call: Value = serde_json::from_str(&line?)?;
         let returned = match call["execute"].as_str().unwrap() {
             "qom-list" => json!([{"name": "balloon", "type": "child<virtio-balloon-pci>"}]),
+            "qom-get" if call["arguments"]["property"] == "deflate-on-oom" => json!(true),
             "qom-get" => statistics(behaviour),
             "query-balloon" if behaviour == "nonsense" => json!({"actual": -1}),
             "query-balloon" => json!({ "actual": *actual }),

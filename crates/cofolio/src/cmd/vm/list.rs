@@ -1,3 +1,5 @@
+use cofolio_node::vm::Origin;
+
 use crate::cmd::Outcome;
 use crate::cmd::running::{command_cell, image_cell, pid_cell, state_cell};
 use crate::context::Context;
@@ -7,8 +9,8 @@ use crate::ui::{Cell, Table, Tone, ago, human_size};
 /// List virtual machines
 ///
 /// STATE is `running` while `cofolio` waits for the machine's end, `unattended` if that process was killed, and `ended`, with
-/// the exit status of the image's program. --json names the file with a detached machine's output, and the control socket of
-/// its VMM.
+/// the exit status of the image's program. One that somebody else started (`vm attach`) has no image; it is `running` until
+/// its VMM ends. --json names the file with a detached machine's output, and the control socket of its VMM.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio vm ps\n  \
     cofolio vm ps --json | jq -r '.[] | select(.name == \"cache\").output'")]
@@ -38,15 +40,24 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         Table::new(&["NAME", "IMAGE", "STATE", "PID", "MEMORY", "CPUS", "SINCE", "COMMAND"]);
     for status in &list {
         let record = &status.record;
+        let (image, command) = match &record.origin {
+            Origin::Started(it) => {
+                (image_cell(&it.image_name, &it.image), command_cell(&it.command))
+            }
+            Origin::Attached(it) => {
+                let attached = format!("attached to {}", it.socket.display());
+                (Cell::left("-"), command_cell(&[attached]))
+            }
+        };
         table.row(vec![
             Cell::left(&record.name).tone(Tone::Bold),
-            image_cell(&record.image_name, &record.image),
+            image,
             state_cell(status.state, status.exit_status),
             pid_cell(status.pid),
             Cell::right(human_size(record.memory_bytes)),
             Cell::right(record.cpus.to_string()),
             Cell::left(ago(record.created)),
-            command_cell(&record.command),
+            command,
         ]);
     }
     context.ui.table(&table)?;

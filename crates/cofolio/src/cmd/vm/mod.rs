@@ -1,4 +1,6 @@
+mod attach;
 mod console;
+mod detach;
 mod exec;
 mod list;
 mod run;
@@ -35,6 +37,8 @@ enum Action {
     Console(console::Args),
     Stop(stop::Args),
     Top(top::Args),
+    Attach(attach::Args),
+    Detach(detach::Args),
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
@@ -45,6 +49,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         Action::Console(args) => console::run(args, context),
         Action::Stop(args) => stop::run(args, context).map(Exit::into),
         Action::Top(args) => top::run(args, context).map(Exit::into),
+        Action::Attach(args) => attach::run(args, context).map(Exit::into),
+        Action::Detach(args) => detach::run(args, context).map(Exit::into),
     }
 }
 

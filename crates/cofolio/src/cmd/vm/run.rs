@@ -9,7 +9,7 @@ use cofolio_image::trust::Need;
 use cofolio_node::container::{Streams, bundle};
 use cofolio_node::mount::Check;
 use cofolio_node::size::Size;
-use cofolio_node::vm::{Accel, DiskRequest, Finished, Kernel, Machines, Request, Running};
+use cofolio_node::vm::{Accel, DiskRequest, Finished, Kernel, Machines, Request, Running, Vmm};
 use cofolio_store::task::Cancel;
 use rustix::process::Signal;
 use serde_json::json;
@@ -30,7 +30,7 @@ pub(super) const PATIENCE: u32 = 3;
 
 /// Boot an image in a virtual machine, and run its program there
 ///
-/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU with the pack and its segments as read-only
+/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU, or another --vmm, with the pack and its segments as read-only
 /// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
 /// guest's memory and go with it. On a --disk they are kept for the next machine of the same image. With --read-only or
 /// --writable only some directories can be written to, and the guest has no second inode for each of the other files.
@@ -91,6 +91,13 @@ pub(crate) struct Args {
     /// The same, but this directory of the image is writable too, by its absolute path; may be given several times
     #[arg(long, value_name = "DIR", conflicts_with = "read_only")]
     writable: Vec<PathBuf>,
+    /// What runs it
+    #[arg(long, value_enum, default_value_t = VmmArg::Qemu)]
+    vmm: VmmArg,
+    /// Let KSM merge its memory with that of all programs that allow it (see `ksm-exec --help`). Not
+    /// with QEMU, whose guests' pages the daemon merges within their trust domain
+    #[arg(long)]
+    ksm: bool,
     /// What executes it (default: KVM if the processor and the kernel have it)
     #[arg(long, value_name = "HOW")]
     accel: Option<AccelArg>,
@@ -101,6 +108,17 @@ pub(crate) struct Args {
     verify: bool,
     #[command(flatten)]
     trust: TrustArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum VmmArg {
+    /// QEMU
+    Qemu,
+    /// Cloud Hypervisor: with KVM only, without `vm exec` and merging; the guest's own reports alone
+    /// return its free memory
+    CloudHypervisor,
+    /// Firecracker, 1.14 or newer: with KVM only, without `vm exec` and merging
+    Firecracker,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -157,7 +175,12 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         Some(AccelArg::Tcg) => Accel::Tcg,
         None => Accel::of_this_machine(root),
     };
-    if accel == Accel::Tcg && args.accel.is_none() {
+    let vmm = match args.vmm {
+        VmmArg::Qemu => Vmm::Qemu,
+        VmmArg::CloudHypervisor => Vmm::CloudHypervisor,
+        VmmArg::Firecracker => Vmm::Firecracker,
+    };
+    if accel == Accel::Tcg && args.accel.is_none() && vmm == Vmm::Qemu {
         context.ui.note("no hardware virtualisation here: the processor is emulated, and slow");
     }
     const MEMORY_MIN: Size = Size(64 << 20);
@@ -184,6 +207,8 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         cpus: args.cpus,
         kernel,
         accel,
+        vmm,
+        ksm: args.ksm,
         terminal: args.interactive.then(|| terminal_size().unwrap_or((24, 80))),
         disk: args.disk.clone(),
         writable_dirs: (args.read_only || !args.writable.is_empty()).then(|| args.writable.clone()),

@@ -44,7 +44,7 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     for it in &report.machines {
         let mut row = vec![
             Cell::left(&it.name).tone(Tone::Bold),
-            Cell::left(&it.image_name),
+            Cell::left(if it.image_name.is_empty() { "-" } else { &it.image_name }),
             Cell::right(human_size(it.memory_bytes)),
         ];
         row.extend(

@@ -34,7 +34,7 @@ use cofolio_shim::protocol;
 
 use self::domain::Domain;
 pub use self::guest::Merging;
-use super::{VmRecord, VmStatus, socket};
+use super::{Started, VmRecord, VmStatus, socket};
 use crate::run_dir::RunDir;
 
 /// A pass of a trust domain that takes longer goes on by itself.
@@ -85,9 +85,11 @@ pub fn targets(run: &RunDir) -> Vec<Target> {
     let mut unreadable = Vec::new();
     let list = super::list(run, &mut unreadable).unwrap_or_default();
     let target = |status: VmStatus| {
-        let VmRecord { name, domain, pack, segments, memory_bytes, .. } = status.record;
+        // No shim is in the VMM of an attached one.
+        let Started { pack, segments, .. } = status.record.started().ok()?;
+        let image = [pack].into_iter().chain(segments).map(ToString::to_string).collect();
+        let VmRecord { name, domain, memory_bytes, .. } = status.record;
         let dir = run.path().join("vms").join(&name);
-        let image = [pack].iter().chain(&segments).map(|digest| digest.to_string()).collect();
         let is_merged = dir.join("merge").exists();
         let pid = status.pid.filter(|_| is_merged)?;
         Some(Target { name, domain, pid, dir, memory_bytes, image })

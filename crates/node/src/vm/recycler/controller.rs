@@ -46,8 +46,8 @@ pub(super) struct Sample {
     pub said: Duration,
     /// Bytes that the guest has free, of its memory.
     pub free: u64,
-    /// Bytes of its memory that the host holds.
-    pub resident: u64,
+    /// Bytes of its memory that have a content: the host holds them, or they are merged.
+    pub filled: u64,
     /// How often it had to wait for memory: swapped in, or read what it had dropped.
     pub stalls: u64,
 }
@@ -104,7 +104,7 @@ impl Controller {
     /// Bytes that the guest has free and the host still holds, at least: some of what the guest
     /// uses may never have been touched.
     pub(super) fn unreturned(&self, sample: &Sample) -> u64 {
-        sample.resident.saturating_sub(self.memory.saturating_sub(sample.free))
+        sample.filled.saturating_sub(self.memory.saturating_sub(sample.free))
     }
 
     /// Takes a sample. Returns how many bytes a pulse is to take now, if there is to be one.
@@ -112,9 +112,9 @@ impl Controller {
         let unreturned = self.unreturned(&sample);
         let last = self.last.replace(sample);
         // Freed after the guest had spoken last, as far as anybody knows.
-        let (since, held) = last.map_or((sample.at, 0), |last| (last.said, last.resident));
+        let (since, held) = last.map_or((sample.at, 0), |last| (last.said, last.filled));
         let excess = unreturned.saturating_sub(self.policy.reserve);
-        self.waiting.give(held.saturating_sub(sample.resident), sample.at);
+        self.waiting.give(held.saturating_sub(sample.filled), sample.at);
         self.waiting.set(excess, since);
         self.judge_last_pulse(&sample);
         let worth = WORTH_MIN.max(self.memory >> 8);
@@ -145,26 +145,26 @@ impl Controller {
     }
 
     /// A pulse has ended, and this is what the host holds now.
-    pub(super) fn pulsed(&mut self, at: Duration, resident: u64) {
-        let before = self.last.map_or(resident, |last| last.resident);
-        let returned = before.saturating_sub(resident);
+    pub(super) fn pulsed(&mut self, at: Duration, filled: u64) {
+        let before = self.last.map_or(filled, |last| last.filled);
+        let returned = before.saturating_sub(filled);
         self.waiting.give(returned, at);
         if let Some(last) = &mut self.last {
-            last.resident = resident;
+            last.filled = filled;
         }
         if returned < WORTH_MIN {
             // In vain: the guest's free pages are not what the host holds, or its balloon gets none.
             self.pulsed = None;
             return self.back_off_longer(at);
         }
-        self.pulsed = Some((at, resident, returned));
+        self.pulsed = Some((at, filled, returned));
         self.wait_until = at + self.back_off;
     }
 
     /// Waits longer after a pulse that was for nothing.
     fn judge_last_pulse(&mut self, sample: &Sample) {
-        let Some((at, resident, returned)) = self.pulsed else { return };
-        if sample.resident.saturating_sub(resident) > returned / 2 {
+        let Some((at, filled, returned)) = self.pulsed else { return };
+        if sample.filled.saturating_sub(filled) > returned / 2 {
             self.pulsed = None;
             self.back_off_longer(at);
         } else if sample.at.saturating_sub(at) > AT_ONCE {
@@ -302,9 +302,9 @@ mod tests {
         Controller::new(512 * MIB, Policy::default())
     }
 
-    fn sample(seconds: u64, free: u64, resident: u64) -> Sample {
+    fn sample(seconds: u64, free: u64, filled: u64) -> Sample {
         let at = Duration::from_secs(seconds);
-        Sample { at, said: at, free: free * MIB, resident: resident * MIB, stalls: 0 }
+        Sample { at, said: at, free: free * MIB, filled: filled * MIB, stalls: 0 }
     }
 
     const CALM: Pressure = Pressure { cpu: 0.0, memory: 0.0 };

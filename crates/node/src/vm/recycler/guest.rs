@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::Recycling;
 use super::balloon::Balloon;
 use super::controller::{Controller, Latencies, Policy, Pressure, Sample};
-use super::host::Host;
+use super::host::{Filled, Host};
 
 /// From one look at a balloon that changes to the next.
 pub(super) const STEP: Duration = Duration::from_millis(50);
@@ -30,7 +30,7 @@ pub(super) struct Guest {
     phase: Phase,
     due: Duration,
     recycling: Recycling,
-    /// What the host held when the pulse began.
+    /// What the host held for it alone when the pulse began.
     before: u64,
     /// When the last pulse ended.
     pulsed: Option<Duration>,
@@ -69,7 +69,7 @@ impl Guest {
             balloon.set(memory)?;
             phase = Phase::Deflating { began: now, asked: now };
         }
-        let before = host.count()?;
+        let before = host.count()?.private;
         let mut guest = Self {
             memory,
             balloon,
@@ -140,9 +140,9 @@ impl Guest {
             }
             Phase::Deflating { began, asked } => {
                 if self.balloon.actual()? >= self.memory {
-                    let private = self.host.count()?;
-                    self.recycling.returned_bytes += self.before.saturating_sub(private);
-                    self.controller.pulsed(now, private);
+                    let filled = self.host.count()?;
+                    self.recycling.returned_bytes += self.before.saturating_sub(filled.private);
+                    self.controller.pulsed(now, filled.bytes());
                     self.phase = Phase::Idle;
                     self.pulsed = Some(now);
                     self.due = now + FIGURES_LOOK;
@@ -171,24 +171,27 @@ impl Guest {
         }
         // It may say anything.
         let (free, stalls) = (guest.free.min(self.memory), guest.stalls);
-        let sample = |resident| Sample { at: now, said, free, resident, stalls };
+        let sample = |filled: Filled| {
+            let filled = filled.bytes();
+            Sample { at: now, said, free, filled, stalls }
+        };
         let estimate = self.host.estimate()?;
         // Counted only where it may matter: the emulator's own memory changes as well.
         let unreturned = self.controller.unreturned(&sample(estimate));
-        let resident = if unreturned > 0 { self.host.count()? } else { estimate };
-        let bytes = self.controller.sample(sample(resident), pressure);
+        let filled = if unreturned > 0 { self.host.count()? } else { estimate };
+        let bytes = self.controller.sample(sample(filled), pressure);
         self.recycling.free_bytes = free;
         self.recycling.cache_bytes = guest.caches.min(self.memory);
-        self.recycling.unreturned_bytes = self.controller.unreturned(&sample(resident));
+        self.recycling.unreturned_bytes = self.controller.unreturned(&sample(filled));
         let Some(bytes) = bytes else { return Ok(()) };
         // Asked before each pulse: devices come and go, and a guest's driver begins late.
         self.recycling.refusal = self.refusal()?;
         if self.recycling.refusal.is_some() {
             return Ok(());
         }
-        // Whole pages.
-        let target = self.memory.saturating_sub(bytes) & !4095;
-        self.before = resident;
+        // Whole MiB, since Firecracker has no other sizes.
+        let target = self.memory.saturating_sub(bytes).next_multiple_of(1 << 20).min(self.memory);
+        self.before = filled.private;
         self.balloon.set(target)?;
         self.recycling.pulses += 1;
         self.phase = Phase::Inflating { target, began: now, lowest: self.memory, lowered: now };

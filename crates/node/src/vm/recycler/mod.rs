@@ -16,7 +16,7 @@
 //! Each guest has a thread, so that a VMM that does not answer holds up no other guest. All of them
 //! together keep to one share of a processor.
 
-mod balloon;
+pub(super) mod balloon;
 mod controller;
 mod guest;
 mod host;
@@ -27,7 +27,7 @@ mod tests;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -35,13 +35,13 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use self::balloon::{Balloon, QemuBalloon};
+use self::balloon::Balloon;
 use self::controller::Pressure;
 pub use self::controller::{LATENCY_MS, Latencies, Policy};
 use self::guest::{Guest, STEP};
 use self::host::{Vmm, pressure};
 use self::share::Share;
-use super::{VmStatus, socket};
+use super::{VmRecord, VmStatus};
 use crate::address_space::own_time;
 use crate::run_dir::RunDir;
 
@@ -294,17 +294,13 @@ impl Recycler {
         let (ends, end) = mpsc::channel();
         let done = Arc::<Mutex<_>>::default();
         let (shared, theirs) = (Arc::clone(&self.shared), Arc::clone(&done));
-        let (memory, dir) =
-            (status.record.memory_bytes, self.run.path().join("vms").join(&status.record.name));
-        let work = move || shared.recycle(pid, memory, || connect(&dir), &theirs, &end);
+        let record = status.record.clone();
+        let dir = self.run.path().join("vms").join(&record.name);
+        let open = move |record: &VmRecord| balloon::open(record, &dir);
+        let work = move || shared.recycle(pid, &record, open, &theirs, &end);
         let thread = thread::Builder::new().name("recycler".to_owned()).stack_size(STACK_BYTES);
         Ok(Worker { pid, thread: thread.spawn(work)?, _ends: ends, done })
     }
-}
-
-/// The balloon of the machine in this directory.
-fn connect(dir: &Path) -> io::Result<Box<dyn Balloon>> {
-    Ok(Box::new(QemuBalloon::new(socket::connect(dir, "recycle")?)?))
 }
 
 impl Shared {
@@ -312,14 +308,15 @@ impl Shared {
     fn recycle(
         &self,
         pid: u32,
-        memory: u64,
-        connect: impl FnOnce() -> io::Result<Box<dyn Balloon>>,
+        record: &VmRecord,
+        open: impl FnOnce(&VmRecord) -> io::Result<Box<dyn Balloon>>,
         done: &Mutex<Option<Done>>,
         end: &Receiver<Infallible>,
     ) -> io::Result<()> {
         let before = own_time();
-        let host = Box::new(Vmm::new(&self.proc, pid, memory)?);
-        let mut guest = Guest::new(memory, connect()?, host, self.policy, self.began.elapsed())?;
+        let host = Box::new(Vmm::new(&self.proc, pid, record.memory_bytes)?);
+        let (memory, now) = (record.usable_bytes(), self.began.elapsed());
+        let mut guest = Guest::new(memory, open(record)?, host, self.policy, now)?;
         self.share.charge(self.began.elapsed(), own_time().saturating_sub(before));
         loop {
             let now = self.began.elapsed();

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use rustix::fs::FlockOperation;
 use serde_json::{Value, json};
 
-use super::balloon::GuestMemory;
-use super::host::Host;
+use super::balloon::{Description, GuestMemory};
+use super::host::{Filled, Host};
 use super::*;
 use crate::run_dir::running;
 
@@ -27,6 +27,8 @@ struct World {
     /// Bytes that the guest uses, that it has free and the host holds, and those in the balloon.
     used: u64,
     held: u64,
+    /// Of those that it uses.
+    merged: u64,
     balloon: u64,
     /// Outside of the balloon, as it was asked for.
     wanted: u64,
@@ -65,6 +67,14 @@ impl World {
 }
 
 impl Balloon for Fake {
+    fn describe(&mut self) -> io::Result<Description> {
+        Ok(Description { memory_bytes: MEMORY, ..Description::default() })
+    }
+
+    fn ask_every(&mut self, _seconds: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
         let world = lock(&self.0);
         let (at, memory) = world.said;
@@ -102,12 +112,12 @@ impl Balloon for Fake {
 }
 
 impl Host for Fake {
-    fn count(&mut self) -> io::Result<u64> {
+    fn count(&mut self) -> io::Result<Filled> {
         let world = lock(&self.0);
-        Ok(world.used + world.held)
+        Ok(Filled { private: world.used - world.merged + world.held, shared: world.merged })
     }
 
-    fn estimate(&mut self) -> io::Result<u64> {
+    fn estimate(&mut self) -> io::Result<Filled> {
         self.count()
     }
 
@@ -133,6 +143,7 @@ impl Test {
             now: Duration::ZERO,
             used: 100 * MIB,
             held: 400 * MIB,
+            merged: 0,
             balloon: 0,
             wanted: MEMORY,
             inflates: true,
@@ -201,6 +212,24 @@ fn a_pulse_returns_what_was_freed() {
     assert!(it.guest.latencies().quantile_ms(0.99).unwrap() <= 5000);
     let waited: u64 = it.guest.latencies().bytes.iter().sum();
     assert_eq!(waited, 400 * MIB - RESERVE);
+}
+
+/// As much freed memory as the guest had merged seemed to be in use.
+#[test]
+fn merged_pages_hide_no_freed_memory() {
+    let mut it = Test::new(|world| (world.used, world.merged) = (500 * MIB, 400 * MIB));
+    it.run(20);
+    let recycling = it.recycling();
+    assert_eq!(recycling.pulses, 1);
+    let returned = 400 * MIB - RESERVE..=400 * MIB;
+    assert!(returned.contains(&recycling.returned_bytes), "{recycling:?}");
+    // The guest frees merged pages, too, and the balloon takes them: the host had no memory in them.
+    {
+        let mut world = it.world();
+        (world.used, world.merged, world.held) = (100 * MIB, 0, 0);
+    }
+    it.run(60);
+    assert_eq!(it.recycling().returned_bytes, recycling.returned_bytes);
 }
 
 /// What the guest took back was counted as returned.
@@ -385,6 +414,7 @@ fn answer(stream: UnixStream, memory: u64, pulses: &AtomicU32) -> io::Result<()>
         let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
         let returned = match call["execute"].as_str().unwrap() {
             "qom-list" => json!([{"name": "balloon", "type": "child<virtio-balloon-pci>"}]),
+            "qom-get" if call["arguments"]["property"] == "deflate-on-oom" => json!(true),
             "qom-get" => json!({"last-update": now, "stats": {"stat-free-memory": memory}}),
             "query-balloon" => json!({"actual": wanted}),
             "balloon" => {
@@ -404,10 +434,10 @@ fn plant(run: &RunDir, name: &str, memory: u64) -> (UnixListener, std::os::fd::O
     let dir = run.path().join("vms").join(name);
     fs::create_dir_all(&dir).unwrap();
     let record = json!({
-        "name": name, "image": "00".repeat(32), "image_name": "box:1", "domain": "default",
+        "name": name, "domain": "default", "vmm": "qemu", "memory_bytes": memory, "cpus": 1,
+        "created": 0, "origin": "started", "image": "00".repeat(32), "image_name": "box:1",
         "pack": "00".repeat(32), "segments": [], "command": [], "stop_signal": "TERM",
-        "vmm": "/bin/true", "accel": "tcg", "memory_bytes": memory, "cpus": 1, "kernel": "1",
-        "created": 0,
+        "program": "/bin/true", "accel": "tcg", "kernel": "1",
     });
     fs::write(dir.join("vm.json"), record.to_string()).unwrap();
     fs::write(dir.join("pid"), std::process::id().to_string()).unwrap();

@@ -1,4 +1,4 @@
-//! The balloon of a guest: what it says of the guest, and the two sizes of a pulse.
+//! The balloon of a QEMU.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -6,52 +6,11 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 
+use super::{Balloon, Description, GuestMemory, NO_DEFLATE, no_balloon, number};
 use crate::vm::qmp::Qmp;
 
-/// What a guest says of its memory. It may lie: then it harms itself alone.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct GuestMemory {
-    /// How long ago it said so, at most.
-    pub(super) age: Duration,
-    /// Free bytes.
-    pub(super) free: u64,
-    /// Bytes of files in its caches.
-    pub(super) caches: u64,
-    /// How often it wanted for memory: swapped in, waited for pages, or killed a process.
-    pub(super) stalls: u64,
-}
-
-/// The balloon of one guest, whatever its VMM.
-pub(super) trait Balloon: Send {
-    /// What the guest said last; none if it has said nothing yet.
-    ///
-    /// # Errors
-    /// Those of the VMM's control protocol.
-    fn guest(&mut self) -> io::Result<Option<GuestMemory>>;
-
-    /// Bytes that the guest has outside of its balloon.
-    ///
-    /// # Errors
-    /// Those of the VMM's control protocol.
-    fn actual(&mut self) -> io::Result<u64>;
-
-    /// Asks the guest to have so many bytes outside of its balloon.
-    ///
-    /// # Errors
-    /// Those of the VMM's control protocol.
-    fn set(&mut self, bytes: u64) -> io::Result<()>;
-
-    /// Why it would be unsafe, or of no use, to take memory from the guest.
-    ///
-    /// # Errors
-    /// Those of the VMM's control protocol.
-    fn refusal(&mut self) -> io::Result<Option<String>>;
-}
-
-/// From one question of QEMU's to the guest to the next, in seconds: the least that there is.
-const STATISTICS_SECONDS: u32 = 1;
-/// A virtual machine has at most one.
-const BALLOON_TYPE: &str = "virtio-balloon-pci";
+/// Its balloon is one of several kinds.
+const BALLOON_TYPE: &str = "child<virtio-balloon";
 
 /// That of a QEMU.
 #[derive(Debug)]
@@ -62,18 +21,14 @@ pub(super) struct QemuBalloon {
 }
 
 impl QemuBalloon {
-    /// Connects, and has QEMU ask the guest once a second.
-    ///
-    /// # Errors
-    /// Those of the socket; `Unsupported` if the machine has no balloon.
     pub(super) fn new(socket: UnixStream) -> io::Result<Self> {
         let mut qmp = Qmp::new(socket)?;
-        let path = find(&mut qmp)?
-            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it has no balloon"))?;
-        let property = "guest-stats-polling-interval";
-        let set = json!({"path": path, "property": property, "value": STATISTICS_SECONDS});
-        qmp.call("qom-set", set)?;
+        let path = find(&mut qmp)?.ok_or_else(no_balloon)?;
         Ok(Self { qmp, path })
+    }
+
+    fn property(&mut self, name: &str) -> io::Result<Value> {
+        self.qmp.call("qom-get", json!({"path": self.path, "property": name}))
     }
 }
 
@@ -82,7 +37,7 @@ fn find(qmp: &mut Qmp) -> io::Result<Option<String>> {
     for parent in ["/machine/peripheral", "/machine/peripheral-anon"] {
         let devices = qmp.call("qom-list", json!({"path": parent}))?;
         let is_balloon = |device: &&Value| {
-            device["type"].as_str().is_some_and(|kind| kind == format!("child<{BALLOON_TYPE}>"))
+            device["type"].as_str().is_some_and(|kind| kind.starts_with(BALLOON_TYPE))
         };
         let found = devices.as_array().into_iter().flatten().find(is_balloon);
         if let Some(name) = found.and_then(|device| device["name"].as_str()) {
@@ -93,9 +48,33 @@ fn find(qmp: &mut Qmp) -> io::Result<Option<String>> {
 }
 
 impl Balloon for QemuBalloon {
+    fn describe(&mut self) -> io::Result<Description> {
+        let name = self.qmp.call("query-name", json!({}))?;
+        let memory = self.qmp.call("query-memory-size-summary", json!({}))?;
+        let plugged = memory["plugged-memory"].as_u64().unwrap_or(0);
+        let cpus = self.qmp.call("query-cpus-fast", json!({}))?;
+        let cpus = cpus.as_array().cloned().unwrap_or_default();
+        let thread = cpus.first().and_then(|cpu| cpu["thread-id"].as_u64());
+        let thread = thread.and_then(|thread| u32::try_from(thread).ok());
+        let statistics = self.property("guest-stats-polling-interval")?;
+        Ok(Description {
+            name: name["name"].as_str().map(str::to_owned),
+            memory_bytes: number(&memory, "base-memory")? + plugged,
+            cpus: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
+            // Who starts a QEMU may have made the socket for it.
+            tasks: self.qmp.peer().into_iter().chain(thread).collect(),
+            statistics_seconds: statistics.as_u64().unwrap_or(0),
+        })
+    }
+
+    fn ask_every(&mut self, seconds: u64) -> io::Result<()> {
+        let property = "guest-stats-polling-interval";
+        let set = json!({"path": self.path, "property": property, "value": seconds});
+        self.qmp.call("qom-set", set).map(drop)
+    }
+
     fn guest(&mut self) -> io::Result<Option<GuestMemory>> {
-        let get = json!({"path": self.path, "property": "guest-stats"});
-        Ok(guest_memory(&self.qmp.call("qom-get", get)?, SystemTime::now()))
+        Ok(guest_memory(&self.property("guest-stats")?, SystemTime::now()))
     }
 
     fn actual(&mut self) -> io::Result<u64> {
@@ -108,6 +87,9 @@ impl Balloon for QemuBalloon {
     }
 
     fn refusal(&mut self) -> io::Result<Option<String>> {
+        if self.property("deflate-on-oom")? != true {
+            return Ok(Some(NO_DEFLATE.to_owned()));
+        }
         // QEMU from 7.2 on. An older one is asked in vain, and what it would say stays unknown.
         let path = format!("{}/virtio-backend", self.path);
         let status = self.qmp.call("x-query-virtio-status", json!({ "path": path }));
@@ -138,19 +120,10 @@ fn guest_memory(said: &Value, now: SystemTime) -> Option<GuestMemory> {
 /// taken none, and says nothing of its memory either.
 fn refusal_of_features(status: &Value) -> Option<String> {
     let features = status["guest-features"]["dev-features"].as_array()?;
-    let has = |name: &str| {
-        features.iter().filter_map(Value::as_str).any(|feature| feature.contains(name))
-    };
-    if has("F_PAGE_POISON") {
-        // Linux takes it for page poisoning, and for init_on_free.
-        let why = "the guest writes to pages as it frees them (page poisoning or init_on_free)";
-        return Some(why.to_owned());
-    }
-    if !features.is_empty() && !has("F_DEFLATE_ON_OOM") {
-        let why = "its balloon would keep memory that the guest is out of (no deflate-on-oom)";
-        return Some(why.to_owned());
-    }
-    None
+    // Linux takes it for page poisoning, and for init_on_free.
+    let poisons = features.iter().filter_map(Value::as_str).any(|it| it.contains("F_PAGE_POISON"));
+    let why = "the guest writes to pages as it frees them (page poisoning or init_on_free)";
+    poisons.then(|| why.to_owned())
 }
 
 /// QEMU discards nothing while it is the target of a postcopy migration, runs a background snapshot, or
@@ -189,8 +162,6 @@ mod tests {
         let poison = "VIRTIO_BALLOON_F_PAGE_POISON: Guest page poisoning enabled";
         let poisons = refused(&[&FEATURES[..], &[poison]].concat()).unwrap();
         assert!(poisons.contains("init_on_free"), "{poisons}");
-        let keeps = refused(&[FEATURES[0], FEATURES[2]]).unwrap();
-        assert!(keeps.contains("deflate-on-oom"), "{keeps}");
         // Its driver has not begun, or QEMU does not know the question.
         assert_eq!(refused(&[]), None);
         assert_eq!(refusal_of_features(&json!({})), None);
