@@ -150,7 +150,7 @@ fn kernel(test: &str, flavour: &str) -> Option<PathBuf> {
 fn an_image_boots_and_its_program_decides() {
     let Some(host) = host("an_image_boots_and_its_program_decides") else { return };
     let script = "echo out; echo err >&2; id -u; pwd; echo $COLOR $HOME; hostname
-        echo changed >/etc/passwd; cat /etc/passwd
+        echo changed >/etc/passwd; cat /etc/passwd; cat /sys/class/net/lo/flags
         ls -d /dev/pts /proc/self /sys/class /run /tmp; stat -c %U:%G /data; exit 7";
     let options = ["--user", "worker", "--workdir", "/srv", "--env", "COLOR=red"];
     let ran = host.sh(&options, script);
@@ -163,8 +163,8 @@ fn an_image_boots_and_its_program_decides() {
     let ran = host.sh(&["--name", "one"], script);
     ran.fails_with(7);
     let lines: Vec<&str> = ran.stdout.lines().collect();
-    let expected = ["out", "err", "0", "/", "blue /", "one", "changed"];
-    assert_eq!(&lines[..7], expected, "{}", ran.stdout);
+    let expected = ["out", "err", "0", "/", "blue /", "one", "changed", "0x9"];
+    assert_eq!(&lines[..8], expected, "{}", ran.stdout);
     host.assert_clean();
     // What a guest changes is in its memory.
     assert!(host.run(&["cat", "box:1", "/etc/passwd"]).ok().contains("worker"));

@@ -2,6 +2,7 @@
 
 pub mod cache;
 pub mod fanotify;
+pub mod loopback;
 pub mod memory;
 pub mod mount;
 pub mod pagemap;

@@ -33,8 +33,8 @@ const CPU_MIN: f64 = 2.0;
 
 /// A Redis with 200 MB of data, the same in all guests.
 const SCRIPT: &str = "
-redis-server --save '' --enable-debug-command yes --port 0 --unixsocket /tmp/redis >/dev/null &
-until redis-cli -s /tmp/redis debug populate 150000 key 1024 >/dev/null 2>&1; do sleep 1; done
+redis-server --save '' --enable-debug-command yes >/dev/null &
+until redis-cli debug populate 150000 key 1024 >/dev/null 2>&1; do sleep 1; done
 echo '{\"event\":\"ready\"}'
 wait";
 

@@ -34,7 +34,7 @@ pub(super) const PATIENCE: u32 = 3;
 /// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
 /// guest's memory and go with it. On a --disk they are kept for the next machine of the same image. With --read-only or
 /// --writable only some directories can be written to, and the guest has no second inode for each of the other files.
-/// It has no network.
+/// It has no network but loopback.
 ///
 /// The kernel is that of a distribution, with its modules beside it or in /lib/modules: tested are Debian's 6.1, 6.12 and 7.2,
 /// each made for clouds and for all machines (linux-image-cloud-amd64, linux-image-amd64). The processor executes it with KVM
