@@ -33,7 +33,7 @@ impl Qmp {
         socket.set_write_timeout(patience)?;
         let mut qmp = Self { reader: BufReader::new(socket) };
         let greeting = qmp.read().map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => io::Error::new(
+            io::ErrorKind::TimedOut => io::Error::new(
                 io::ErrorKind::TimedOut,
                 format!(
                     "nobody answers in {ANSWER_SECONDS_MAX} s: QEMU serves one client at a time, \

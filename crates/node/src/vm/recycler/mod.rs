@@ -27,7 +27,7 @@ mod tests;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -35,7 +35,6 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use self::balloon::Balloon;
 use self::controller::Pressure;
 pub use self::controller::{LATENCY_MS, Latencies, Policy};
 use self::guest::{Guest, STEP};
@@ -296,27 +295,27 @@ impl Recycler {
         let (shared, theirs) = (Arc::clone(&self.shared), Arc::clone(&done));
         let record = status.record.clone();
         let dir = self.run.path().join("vms").join(&record.name);
-        let open = move |record: &VmRecord| balloon::open(record, &dir);
-        let work = move || shared.recycle(pid, &record, open, &theirs, &end);
+        let work = move || shared.recycle(pid, &record, &dir, &theirs, &end);
         let thread = thread::Builder::new().name("recycler".to_owned()).stack_size(STACK_BYTES);
         Ok(Worker { pid, thread: thread.spawn(work)?, _ends: ends, done })
     }
 }
 
 impl Shared {
-    /// Recycles a guest until its VMM fails, or the other end of `end` is dropped.
+    /// Recycles the guest with this directory until its VMM fails, or the other end of `end` is dropped.
     fn recycle(
         &self,
         pid: u32,
         record: &VmRecord,
-        open: impl FnOnce(&VmRecord) -> io::Result<Box<dyn Balloon>>,
+        dir: &Path,
         done: &Mutex<Option<Done>>,
         end: &Receiver<Infallible>,
     ) -> io::Result<()> {
         let before = own_time();
         let host = Box::new(Vmm::new(&self.proc, pid, record.memory_bytes)?);
         let (memory, now) = (record.usable_bytes(), self.began.elapsed());
-        let mut guest = Guest::new(memory, open(record)?, host, self.policy, now)?;
+        let balloon = balloon::open(record, dir)?;
+        let mut guest = Guest::new(memory, balloon, host, self.policy, now)?;
         self.share.charge(self.began.elapsed(), own_time().saturating_sub(before));
         loop {
             let now = self.began.elapsed();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use rustix::fs::FlockOperation;
 use serde_json::{Value, json};
 
-use super::balloon::{Description, GuestMemory};
+use super::balloon::{Balloon, Description, GuestMemory};
 use super::host::{Filled, Host};
 use super::*;
 use crate::run_dir::running;
