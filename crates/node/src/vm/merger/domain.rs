@@ -147,8 +147,7 @@ impl Domain {
             pool_pages: POOL_PAGES,
         };
         let (pools, images) = (&self.pools.slots, &self.images.slots);
-        let known = |content: &_| pools.get(content).or_else(|| images.get(content)).copied();
-        let plan = plan(&inputs, &known, self.pools.next(), &bounds);
+        let plan = plan(&inputs, pools, images, self.pools.next(), &bounds);
         self.fill_pools(&plan.new)?;
         let mut work = Vec::new();
         for ((name, guest), runs) in self.guests.iter_mut().zip(plan.runs) {

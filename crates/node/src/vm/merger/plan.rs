@@ -21,6 +21,8 @@ use std::ops::Range;
 
 use cofolio_shim::protocol::RUN_PAGES_MAX;
 
+use super::pool::IMAGES;
+
 /// Of the same content one behind the other a pool has up to so many copies.
 const COPIES: u64 = 64;
 /// Tells copies apart.
@@ -122,17 +124,18 @@ pub(super) struct Bounds {
     pub(super) pool_pages: usize,
 }
 
-/// Plans for the guests of one trust domain. `known` says where contents are that are in a file already;
-/// new ones go to pools from the number `next` on.
+/// Plans for the guests of one trust domain, which have these pools and images; new contents go to pools
+/// from the number `next` on.
 pub(super) fn plan(
     guests: &[Input<'_>],
-    known: &dyn Fn(&Content) -> Option<Slot>,
+    pools: &Slots,
+    images: &Slots,
     next: u32,
     bounds: &Bounds,
 ) -> Plan {
     let stretches = guests.iter().map(|guest| stretches(guest.hashes, bounds.zeros));
     let stretches: Vec<Vec<Stretch>> = stretches.collect();
-    let layout = Layout { guests, stretches: &stretches, known, next, bounds };
+    let layout = Layout { guests, stretches: &stretches, pools, images, next, bounds };
     let all = stretches.iter().flatten().flat_map(|stretch| &stretch.contents);
     let twice = twice(all.filter(|content| **content != bounds.zeros));
     // What is in runs that are long enough in the first plan has users; the rest is left out.
@@ -187,24 +190,30 @@ fn twice<'c>(contents: impl Iterator<Item = &'c Content>) -> Contents {
 struct Layout<'l> {
     guests: &'l [Input<'l>],
     stretches: &'l [Vec<Stretch>],
-    known: &'l dyn Fn(&Content) -> Option<Slot>,
+    pools: &'l Slots,
+    images: &'l Slots,
     next: u32,
     bounds: &'l Bounds,
 }
 
 /// New contents, and where they go.
-#[derive(Default)]
-struct New {
+struct New<'n> {
+    /// Contents that may be new.
+    twice: &'n Contents,
     slots: Slots,
     pages: Vec<(usize, usize)>,
 }
 
 impl Layout<'_> {
-    /// Runs of contents that come `twice`, or that are known, with new slots for those that have none.
+    /// Runs of contents that come `twice`, or that pools or images have, with new slots for those that have
+    /// none. An image's pages rarely lie in a guest as they do in the file: kernels give pages to a file from
+    /// the highest address down. So what comes twice goes to a pool, where it lies as in the guest.
     fn lay_out(&self, twice: &Contents) -> Plan {
-        let is_wanted =
-            |content: &Content| twice.contains(content) || (self.known)(content).is_some();
-        let mut new = New::default();
+        let is_wanted = |content: &Content| {
+            let is_known = self.pools.contains_key(content) || self.images.contains_key(content);
+            is_known || twice.contains(content)
+        };
+        let mut new = New { twice, slots: Slots::default(), pages: Vec::new() };
         let mut all = Vec::new();
         for (guest, input) in self.guests.iter().enumerate() {
             let mut runs = Vec::new();
@@ -240,7 +249,7 @@ impl Layout<'_> {
         stretch: &Stretch,
         pages: Range<usize>,
         is_wanted: &dyn Fn(&Content) -> bool,
-        new: &mut New,
+        new: &mut New<'_>,
         runs: &mut Vec<PlannedRun>,
     ) {
         let zeros = self.bounds.zeros;
@@ -258,7 +267,8 @@ impl Layout<'_> {
             // Only what is in a part that is long enough gets a slot.
             if count >= self.bounds.run_min {
                 let slots = rest[..count].iter().zip(page..);
-                let slots: Vec<_> = slots.map(|it| self.slot(it.0, (guest, it.1), new)).collect();
+                let slots = slots.map(|(content, page)| self.slot(content, (guest, page), new));
+                let slots: Vec<_> = slots.collect();
                 self.cut(page, &slots, runs);
             }
             page += count.max(1);
@@ -266,9 +276,10 @@ impl Layout<'_> {
     }
 
     /// Where a content is, or goes: a page of a guest.
-    fn slot(&self, content: &Content, from: (usize, usize), new: &mut New) -> Slot {
-        if let Some(known) = (self.known)(content) {
-            return known;
+    fn slot(&self, content: &Content, from: (usize, usize), new: &mut New<'_>) -> Slot {
+        let of_image = || self.images.get(content).filter(|_| !new.twice.contains(content));
+        if let Some(known) = self.pools.get(content).or_else(of_image) {
+            return *known;
         }
         *new.slots.entry(*content).or_insert_with(|| {
             let (number, size) = (new.pages.len(), self.bounds.pool_pages);
@@ -281,7 +292,8 @@ impl Layout<'_> {
         })
     }
 
-    /// Cuts pages from one on where their slots do not go on; keeps what is long enough.
+    /// Cuts pages from one on where their slots do not go on; keeps what is long enough, and all pages of
+    /// images: there are enough of them one behind the other, though not as in the file.
     fn cut(&self, first: usize, slots: &[Slot], runs: &mut Vec<PlannedRun>) {
         let goes_on =
             |a: &Slot, b: &Slot| a.pool == b.pool && a.page.checked_add(1) == Some(b.page);
@@ -289,7 +301,7 @@ impl Layout<'_> {
         let parts = slots.chunk_by(goes_on).flat_map(|part| part.chunks(RUN_PAGES_MAX));
         for part in parts {
             let pages = page..page + part.len();
-            if part.len() >= self.bounds.run_min {
+            if part.len() >= self.bounds.run_min || part[0].pool >= IMAGES {
                 runs.push(PlannedRun { pages: pages.clone(), source: Source::Slot(part[0]) });
             }
             page = pages.end;
@@ -325,7 +337,7 @@ mod tests {
     fn plan_for(guests: &[&[Hash]], bounds: &Bounds) -> Plan {
         let guests: Vec<_> =
             guests.iter().map(|hashes| Input { hashes, runs_max: usize::MAX }).collect();
-        plan(&guests, &|_| None, 0, bounds)
+        plan(&guests, &Slots::default(), &Slots::default(), 0, bounds)
     }
 
     #[test]
@@ -363,12 +375,11 @@ mod tests {
     #[test]
     fn known_contents_are_used_and_no_run_crosses_a_pool() {
         let a = hashes(1000..1010);
-        let known = |content: &Content| {
-            let page = u32::try_from(content.get() - 1000).ok().filter(|page| *page < 10)?;
-            let (pool, page) = if page < 5 { (3, 1019 + page) } else { (4, page - 5) };
-            Some(Slot { pool, page })
-        };
-        let plan = plan(&[Input { hashes: &a, runs_max: 9 }], &known, 5, &BOUNDS);
+        let slot_of = |number: u32| if number < 5 { (3, 1019 + number) } else { (4, number - 5) };
+        let slots = (0..10).map(slot_of).map(|(pool, page)| Slot { pool, page });
+        let pools: Slots = a.iter().copied().flatten().zip(slots).collect();
+        let guest = Input { hashes: &a, runs_max: 9 };
+        let plan = plan(&[guest], &pools, &Slots::default(), 5, &BOUNDS);
         assert_eq!(plan.new, []);
         assert_eq!(plan.runs[0], [run(0..5, slot(3, 1019)), run(5..10, slot(4, 0))]);
         // Nor is it longer than what waits at once.
@@ -382,11 +393,28 @@ mod tests {
     fn a_guest_gets_no_more_mappings_than_it_may_have() {
         let a = hashes([1, 2, 3, 4, 0, 11, 12, 13, 14, 15]);
         let guests = [Input { hashes: &a, runs_max: 1 }, Input { hashes: &a, runs_max: 9 }];
-        let plan = plan(&guests, &|_| None, 0, &BOUNDS);
+        let plan = plan(&guests, &Slots::default(), &Slots::default(), 0, &BOUNDS);
         // Nobody else has what is left out then.
         assert_eq!(plan.new.len(), 5);
         assert_eq!(plan.runs[0], [run(4..5, Source::Zeros), run(5..10, slot(0, 0))]);
         assert_eq!(plan.runs[1], [run(4..5, Source::Zeros), run(5..10, slot(0, 0))]);
+    }
+
+    #[test]
+    fn pages_of_an_image_are_merged_in_whatever_order_they_lie() {
+        let a = hashes((1..=8).rev().chain([77, 8, 77]).chain(21..30));
+        let b = hashes(21..30);
+        let image = (1..30).map(|page| Slot { pool: IMAGES, page });
+        let image: Slots = hashes(1..30).into_iter().flatten().zip(image).collect();
+        let guests = [&a, &b].map(|hashes| Input { hashes, runs_max: usize::MAX });
+        let plan = plan(&guests, &Slots::default(), &image, 0, &BOUNDS);
+        // What both guests have is one run of a pool.
+        assert_eq!(plan.new.len(), 9);
+        assert_eq!(plan.runs[1], [run(0..9, slot(0, 0))]);
+        assert_eq!(plan.runs[0][0], run(11..20, slot(0, 0)));
+        let single =
+            (0..8).map(|page| run(page as usize..page as usize + 1, slot(IMAGES, 8 - page)));
+        assert_eq!(plan.runs[0][1..], single.collect::<Vec<_>>());
     }
 
     #[test]
