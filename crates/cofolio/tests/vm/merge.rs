@@ -5,6 +5,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
 use cofolio_guest::Message;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
@@ -187,6 +188,16 @@ fn the_daemon_merges_what_guests_have_in_common() {
     merged(&host, 3);
     until("the pools of before are given up", || {
         report(&host)["pool_bytes"].as_u64().filter(|bytes| *bytes < 60 << 20)
+    });
+    // And that ends. Pages of pools that were hardly used once came back to these, again and again.
+    let converted = || -> u64 {
+        let machines = report(&host)["machines"].as_array().unwrap().clone();
+        machines.iter().map(|it| it["merging"]["converted_pages"].as_u64().unwrap()).sum()
+    };
+    until("nothing is converted any more", || {
+        let before = converted();
+        std::thread::sleep(Duration::from_secs(15));
+        (converted() < before + 256).then_some(())
     });
     let outputs: Vec<_> = host.guests().iter().map(|it| it["output"].clone()).collect();
     signal(&host, TERM);

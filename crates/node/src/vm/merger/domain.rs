@@ -214,7 +214,11 @@ impl Domain {
             }
         }
         let many = self.pools.pools.len() > POOLS_MANY;
-        let is_wasted = |inode: u64| used.get(&inode).is_some_and(|it| it.is_wasted(many));
+        let can_all = surveys.iter().all(|(_, guest, _)| guest.can_convert());
+        let is_wasted =
+            |inode: u64| can_all && used.get(&inode).is_some_and(|it| it.is_wasted(many));
+        // Or their pages would come back to them.
+        self.pools.retire(is_wasted);
         for (name, guest, survey) in &mut surveys {
             if let Err(error) = guest.convert(survey, &is_wasted, self.policy.run_min) {
                 failed.push(((*name).clone(), error));

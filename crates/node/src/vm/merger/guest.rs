@@ -31,7 +31,7 @@ const RUNS: usize = 256;
 /// Runs that are converted at a time, at most: their pages are in memory twice until they are merged again.
 const CONVERTED_MAX: usize = 256;
 /// A pool is wasted if not more than one in so many of its pages is used.
-const WASTED: usize = 4;
+const WASTED: usize = 2;
 
 /// A guest whose pages are merged.
 #[derive(Debug)]
@@ -260,6 +260,11 @@ impl Guest {
         Ok(Survey(mapped))
     }
 
+    /// Whether pages can be made the guest's own again.
+    pub(super) fn can_convert(&self) -> bool {
+        !self.may_pin
+    }
+
     /// Makes pages the guest's own again: those that it has written to, which could not be merged a second
     /// time otherwise, and those of pools that are wasted. Only where nothing pins pages.
     pub(super) fn convert(
@@ -268,7 +273,7 @@ impl Guest {
         is_wasted: &dyn Fn(u64) -> bool,
         run_min: usize,
     ) -> io::Result<()> {
-        if self.may_pin {
+        if !self.can_convert() {
             return Ok(());
         }
         let mut runs = Vec::new();

@@ -136,6 +136,12 @@ impl Pools {
         self.take(|pool| pool.users.is_empty());
     }
 
+    /// No page becomes one of these pools any more.
+    pub(super) fn retire(&mut self, is_retired: impl Fn(u64) -> bool) {
+        let is_one = |number| self.pools.get(&number).is_some_and(|pool| is_retired(pool.inode));
+        self.slots.retain(|_, slot| !is_one(slot.pool));
+    }
+
     /// Takes pools out.
     pub(super) fn take(&mut self, is_taken: impl Fn(&Pool) -> bool) -> BTreeMap<u32, Pool> {
         let all = std::mem::take(&mut self.pools);
