@@ -15,7 +15,7 @@ pub fn switch_on() -> io::Result<()> {
     // SAFETY: zeros are a value of this struct of integers, and a union of such.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     for (to, from) in request.ifr_name.iter_mut().zip(b"lo\0") {
-        *to = from.cast_signed();
+        *to = libc::c_char::from_ne_bytes([*from]);
     }
     set(&socket, libc::SIOCGIFFLAGS as _, &mut request)?;
     // SAFETY: the request has filled it.
