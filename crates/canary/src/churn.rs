@@ -31,8 +31,9 @@ const FILE_BYTES: u64 = 4 << 20;
 /// Where memory must begin that a device reads and writes.
 const ALIGN: usize = 4096;
 
-/// For `seconds` or until SIGTERM, with `mib` MiB of memory in `threads` threads. From SIGUSR1 to SIGUSR2
-/// it rests, with most of that memory free: the host takes no pages from a guest that allocates.
+/// For `seconds` or until SIGTERM, with `mib` MiB of memory in `threads` threads. From SIGUSR1 to
+/// SIGUSR2 it rests, with most of that memory free: the host takes no pages from a guest that
+/// allocates.
 pub(crate) fn run(options: &Options) -> io::Result<()> {
     let pace = Pace::new(options)?;
     // Freed memory goes back to the kernel.

@@ -380,8 +380,8 @@ fn a_real_image_is_packed() {
     for file in segments.iter().chain([&dax]) {
         assert_eq!(fs::metadata(file).unwrap().len() % (2 << 20), 0, "{}", file.display());
     }
-    // Its kernel can be one before Linux 6.4, which refuses what it does not know of a superblock: chunks
-    // (bit 2) and devices (bit 3) it knows.
+    // Its kernel can be one before Linux 6.4, which refuses what it does not know of a superblock:
+    // chunks (bit 2) and devices (bit 3) it knows.
     let superblock = &fs::read(&dax).unwrap()[1024..];
     assert_eq!(superblock[80..84], [0b1100, 0, 0, 0]);
     assert_eq!(pack(&sandbox, &["--lz4", "redis:old"])["was_there"], true);

@@ -28,8 +28,8 @@ pub const MODULES_DIR: &str = "/modules";
 pub const CHANNEL_PORT: &str = "cofolio.channel";
 /// Port of the host that is the channel where there are no virtio ports, with vsock.
 pub const VSOCK_PORT: u32 = 1024;
-/// Word for the kernel: the channel is by vsock. No module is called so, and the kernel leaves it to
-/// others.
+/// Word for the kernel: the channel is by vsock. No module is called so, and the kernel leaves it
+/// to others.
 pub const VSOCK_WORD: &str = "cofolio.channel=vsock";
 /// Word for the kernel: a machine that cannot be switched off ends by a restart.
 pub const RESTART_WORD: &str = "cofolio.end=restart";

@@ -92,6 +92,20 @@ pub(crate) fn numbered(dir: &Path) -> io::Result<Vec<PathBuf>> {
     entries.map(|entries| entries.into_iter().filter(is_number).collect())
 }
 
+/// Open files of the process with this directory: the entries of `fd` and their targets. Leaves out
+/// files that are closed meanwhile.
+///
+/// # Errors
+/// Those of listing the directory.
+pub(crate) fn open_files(process: &Path) -> io::Result<Vec<(PathBuf, PathBuf)>> {
+    let mut open = Vec::new();
+    for entry in fs::read_dir(process.join("fd"))? {
+        let link = entry?.path();
+        open.extend(fs::read_link(&link).ok().map(|target| (link, target)));
+    }
+    Ok(open)
+}
+
 /// A thread of a process that shows its memory, files and cgroup: the main one, and another one if that
 /// has ended. `/proc` has a directory of its number, too, but does not list it.
 pub(crate) fn live_thread(root: &Path, pid: u32) -> u32 {

@@ -22,6 +22,7 @@
 //! Why a discard (`MADV_DONTNEED`, by a balloon) is taken over: the kernel would bring back the pool's
 //! page where the guest expects zeros. The shim maps anonymous memory there instead.
 
+pub mod message;
 pub mod protocol;
 
 #[cfg(feature = "preload")]

@@ -86,8 +86,8 @@ impl Memory {
         (self.start, self.pages * PAGE)
     }
 
-    /// Keeps a pool, or a file of an image. Nobody may be able to write to it, so that its content is that
-    /// of the comparison for ever: it is sealed, or immutable.
+    /// Keeps a pool, or a file of an image. Nobody may be able to write to it, so that its content
+    /// is that of the comparison for ever: it is sealed, or immutable.
     pub(crate) fn keep_pool(&mut self, number: u32, pages: usize, file: OwnedFd) -> io::Result<()> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         // SAFETY: zeros are a value of this struct of integers, which the call fills.
@@ -435,8 +435,8 @@ impl Memory {
     }
 }
 
-/// Whether nobody can write to a file, or shorten it: it is sealed, has fs-verity, or is immutable. Root can
-/// take that flag away; then the guest's image would change as well.
+/// Whether nobody can write to a file, or shorten it: it is sealed, has fs-verity, or is immutable.
+/// Root can take that flag away; then the guest's image would change as well.
 fn never_changes(file: &OwnedFd) -> bool {
     // SAFETY: takes a descriptor and integers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
@@ -445,7 +445,8 @@ fn never_changes(file: &OwnedFd) -> bool {
         return seals & needed == needed;
     }
     let mut flags: libc::c_long = 0;
-    // SAFETY: the request fills an integer, which is long enough for those that fill a long as well.
+    // SAFETY: the request fills an integer, which is long enough for those that fill a long as
+    // well.
     let found =
         unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
     found == 0 && flags & (FS_IMMUTABLE_FL | FS_VERITY_FL) != 0

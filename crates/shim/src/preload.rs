@@ -1,11 +1,12 @@
 //! What is preloaded: finds the guest's memory, takes discards over, and serves the merger.
 
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::memory::{Memory, advise};
+use crate::message::{receive, send};
 use crate::protocol::{self, Head, Hello, Outcome, Plain, RUNS_MAX, Run, kind};
 
 static STATE: Mutex<State> = Mutex::new(State::Unknown);
@@ -80,8 +81,8 @@ fn serve() -> io::Result<()> {
     let fd = fd.ok_or(io::ErrorKind::NotFound)?;
     // SAFETY: whoever started the VMM opened it for us.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
-    // Whoever connects asks the kernel which process listens (SO_PEERCRED): this one, from now on, and not
-    // the one that made the socket.
+    // The merger asks the kernel for the process that listens (SO_PEERCRED). From here on it is
+    // this process, not the one that made the socket.
     // SAFETY: takes a descriptor and an integer.
     if unsafe { libc::listen(listener.as_raw_fd(), 16) } != 0 {
         return Err(io::Error::last_os_error());
@@ -165,7 +166,7 @@ fn tell_pools(client: &mut UnixStream, memory: &Memory) -> io::Result<()> {
     for (number, pages, file) in pools {
         let count = pages as u32;
         let head = Head { kind: kind::POOLS, count, argument: number, reserved: 0 };
-        send(client, head, file)?;
+        send(client, head, Some(file.as_fd()))?;
     }
     Ok(())
 }
@@ -206,65 +207,4 @@ fn errno(result: io::Result<()>) -> u32 {
         Ok(()) => 0,
         Err(error) => error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs(),
     }
-}
-
-/// Sends what begins a request, with a descriptor.
-fn send(client: &mut UnixStream, head: Head, file: &OwnedFd) -> io::Result<()> {
-    let mut heads = [head];
-    let bytes = Plain::bytes_mut(&mut heads);
-    let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    // Longer than a message with one descriptor, and aligned for it.
-    let mut control = [0_u64; 8];
-    // SAFETY: zeros are a value of this struct of integers and null pointers. The message has room for one
-    // header and one descriptor, and all that it points to lives through the call.
-    let sent = unsafe {
-        let mut message: libc::msghdr = std::mem::zeroed();
-        message.msg_iov = &raw mut vector;
-        message.msg_iovlen = 1;
-        message.msg_control = control.as_mut_ptr().cast();
-        message.msg_controllen = libc::CMSG_SPACE(4) as _;
-        let first = libc::CMSG_FIRSTHDR(&raw const message);
-        (*first).cmsg_level = libc::SOL_SOCKET;
-        (*first).cmsg_type = libc::SCM_RIGHTS;
-        (*first).cmsg_len = libc::CMSG_LEN(4) as _;
-        libc::CMSG_DATA(first).cast::<i32>().write_unaligned(file.as_raw_fd());
-        libc::sendmsg(client.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
-    };
-    match usize::try_from(sent) {
-        Err(_) => Err(io::Error::last_os_error()),
-        Ok(sent) => client.write_all(&Plain::bytes(&heads)[sent..]),
-    }
-}
-
-/// Receives the beginning of a request, with the descriptor that may come with it.
-fn receive(client: &UnixStream) -> io::Result<(Head, Option<OwnedFd>)> {
-    let mut head = [Head::default()];
-    let bytes = Plain::bytes_mut(&mut head);
-    let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    let mut control = [0_u64; 8];
-    // SAFETY: zeros are a value of this struct of integers and null pointers.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = &raw mut vector;
-    message.msg_iovlen = 1;
-    message.msg_control = control.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control);
-    let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_WAITALL;
-    // SAFETY: all that `message` points to lives through the call.
-    let received = unsafe { libc::recvmsg(client.as_raw_fd(), &raw mut message, flags) };
-    if received < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has filled `control` as `message` says.
-    let file = unsafe {
-        let first = libc::CMSG_FIRSTHDR(&raw const message);
-        let is_file = !first.is_null()
-            && (*first).cmsg_level == libc::SOL_SOCKET
-            && (*first).cmsg_type == libc::SCM_RIGHTS;
-        is_file.then(|| OwnedFd::from_raw_fd(libc::CMSG_DATA(first).cast::<i32>().read_unaligned()))
-    };
-    if received as usize != size_of::<Head>() {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    let [head] = head;
-    Ok((head, file))
 }

@@ -27,8 +27,8 @@ pub mod kind {
     /// Makes `count` [`super::Run`]s of broken pool pages anonymous again. The answer is as many
     /// [`super::Outcome`]s.
     pub const CONVERT: u32 = 5;
-    /// Says which pools are kept. The answer is a count, and for each a [`super::Head`] as for [`POOL`],
-    /// with the descriptor.
+    /// Says which pools are kept. The answer is a count, and for each a [`super::Head`] as for
+    /// [`POOL`], with the descriptor.
     pub const POOLS: u32 = 6;
 }
 

@@ -9,13 +9,14 @@
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
-use std::os::fd::{AsRawFd as _, FromRawFd as _, IntoRawFd as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use cofolio_shim::message::{receive, send};
 use cofolio_shim::protocol::{self, Head, Hello, Outcome, PAGE, Plain, Run, ZEROS, kind};
 
 const PAGES: usize = 4096;
@@ -143,23 +144,7 @@ impl Merger {
     }
 
     fn send_file(&mut self, head: Head, file: &File) -> u32 {
-        let heads = [head];
-        let bytes = Plain::bytes(&heads);
-        let mut vector = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
-        let mut control = [0_u64; 4];
-        unsafe {
-            let mut message: libc::msghdr = std::mem::zeroed();
-            message.msg_iov = &raw mut vector;
-            message.msg_iovlen = 1;
-            message.msg_control = control.as_mut_ptr().cast();
-            message.msg_controllen = libc::CMSG_SPACE(4) as _;
-            let first = libc::CMSG_FIRSTHDR(&raw const message);
-            (*first).cmsg_level = libc::SOL_SOCKET;
-            (*first).cmsg_type = libc::SCM_RIGHTS;
-            (*first).cmsg_len = libc::CMSG_LEN(4) as _;
-            libc::CMSG_DATA(first).cast::<i32>().write_unaligned(file.as_raw_fd());
-            assert!(libc::sendmsg(self.socket.as_raw_fd(), &raw const message, 0) > 0);
-        }
+        send(&self.socket, head, Some(file.as_fd())).unwrap();
         let mut errno = [0_u32];
         self.socket.read_exact(Plain::bytes_mut(&mut errno)).unwrap();
         errno[0]
@@ -171,12 +156,7 @@ impl Merger {
         self.socket.write_all(Plain::bytes(&[head])).unwrap();
         let mut count = [0_u32];
         self.socket.read_exact(Plain::bytes_mut(&mut count)).unwrap();
-        let one = |_| {
-            // The descriptor is closed by the kernel where nobody takes it.
-            let mut head = [Head::default()];
-            self.socket.read_exact(Plain::bytes_mut(&mut head)).unwrap();
-            head[0].argument
-        };
+        let one = |_| receive(&self.socket).unwrap().0.argument;
         (0..count[0]).map(one).collect()
     }
 
@@ -322,7 +302,8 @@ fn broken_pages_are_converted_and_merged_again() {
     assert_eq!(merged(&merger.ask(kind::CONVERT, &[run(PAGES / 2, 0, 0, 20)])), 0);
 }
 
-/// A merger that begins must know what one before it has left: otherwise nothing could be merged with it.
+/// A new merger must know the pools of an earlier one: otherwise it could not merge pages with
+/// them.
 #[test]
 fn a_merger_finds_the_pools_of_an_earlier_one() {
     let guest = guest();
@@ -341,7 +322,8 @@ fn a_merger_finds_the_pools_of_an_earlier_one() {
     assert_eq!(merger.pools(), [12]);
 }
 
-/// A daemon can be killed at any moment: after a part of what it says, or while it waits for the answer.
+/// A daemon can be killed at any moment: in the middle of a request, or while it waits for the
+/// answer.
 #[test]
 fn a_merger_can_be_killed_between_any_two_steps() {
     let guest = guest();
@@ -355,8 +337,8 @@ fn a_merger_can_be_killed_between_any_two_steps() {
         merger.socket.write_all(&request[..length]).unwrap();
         drop(merger);
     }
-    // The next one is answered when all of these are done. The request that was whole is carried out,
-    // whether anybody waits for the answer or not.
+    // The next one is answered when all of these are done. The request that was whole is carried
+    // out, whether anybody waits for the answer or not.
     drop(guest.connect());
     guest.check(|_| false);
     assert!(guest.pooled() >= 300, "{}", guest.pooled());
@@ -370,7 +352,7 @@ fn a_merger_can_be_killed_between_any_two_steps() {
     guest.check(|_| false);
 }
 
-/// What takes a page's place must stay as it is for ever: a file of an image is immutable.
+/// A page is only replaced by a file that nobody can change. Files of an image are immutable.
 #[test]
 fn pages_of_an_immutable_file_are_merged() {
     let guest = guest();
@@ -395,7 +377,7 @@ fn pages_of_an_immutable_file_are_merged() {
     let given = merger.send_file(head(15), &file);
     let outcomes = merger.ask(kind::MERGE, &[run(0, 15, 0, 250), run(500, 15, 0, 250)]);
     guest.check(|_| false);
-    // The kernel waits for pages of pools, but not for those of any file.
+    // userfaultfd takes pages of pools, but not of files on disk.
     let back = merger.ask(kind::CONVERT, &[run(0, 0, 0, 250)]);
     let discarded =
         unsafe { libc::madvise(guest.start as *mut libc::c_void, 250 * PAGE, libc::MADV_DONTNEED) };

@@ -25,7 +25,8 @@ pub fn switch_on() -> io::Result<()> {
 
 /// Gets or sets the flags of a device.
 fn set(socket: &OwnedFd, what: libc::Ioctl, request: &mut libc::ifreq) -> io::Result<()> {
-    // SAFETY: both requests read and write the flags of a struct of this type, which lives through the call.
+    // SAFETY: both requests read and write the flags of a struct of this type, which lives through
+    // the call.
     match unsafe { libc::ioctl(socket.as_raw_fd(), what, request) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),

@@ -1,5 +1,5 @@
-//! A sealed file against a process that was broken into: it has the file's descriptor, runs as root if
-//! the test does, and tries all that the kernel offers to change a page that others have mapped.
+//! A sealed file against a process that was broken into: it has the file's descriptor, runs as root
+//! if the test does, and tries all that the kernel offers to change a page that others have mapped.
 
 #![allow(clippy::unwrap_used, clippy::undocumented_unsafe_blocks, reason = "a test of raw memory")]
 

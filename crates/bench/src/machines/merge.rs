@@ -1,4 +1,5 @@
-//! `cofolio-bench vm-merge`: how fast duplicate pages of real guests are merged: the merger against KSM.
+//! `cofolio-bench vm-merge`: how fast duplicate pages of real guests are merged: the merger against
+//! KSM.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,24 +14,19 @@ use super::{Host, HostArgs, Machine};
 use crate::goals::Goals;
 use crate::ksm::{self, Ksm};
 use crate::median::median;
+use crate::merge::{CPU_MIN, DONE, SPEED_MIN};
 use crate::place::{Place, PlaceArgs};
 use crate::{Outcome, cleanup, report, threads};
 
-/// Share of what an engine saves in the end, at which it is done.
-const DONE: f64 = 0.95;
-/// How long an engine works on guests.
+/// Time that an engine works on guests.
 const ENGINE: Duration = Duration::from_secs(40);
-/// From one look at what was merged to the next; a merger looks after each pass.
+/// Time between two samples of KSM; the merger is sampled after each pass.
 const LOOK: Duration = Duration::from_millis(20);
-/// A merger that has done its work waits that long between two passes.
+/// Time between two passes of the merger once it is done.
 const PERIOD: Duration = Duration::from_secs(1);
-/// Guests are left alone for that long after they are ready.
+/// Time between the start of the last guest and the first sample.
 const SETTLE: Duration = Duration::from_secs(10);
 const PAGE: u64 = 4096;
-/// Goals against KSM: pages per second, and per second of processor time.
-const SPEED_MIN: f64 = 3.0;
-const CPU_MIN: f64 = 2.0;
-
 /// A Redis with 200 MB of data, the same in all guests.
 const SCRIPT: &str = "
 redis-server --save '' --enable-debug-command yes >/dev/null &
@@ -40,9 +36,10 @@ wait";
 
 /// Merging of duplicate pages of real guests: the merger against KSM
 ///
-/// Starts guests of an image, and when they are ready lets each engine merge their pages: KSM at full speed (pages_to_scan =
-/// 1000000, sleep_millisecs = 0), and the merger. Both merge single pages, too. An engine is done with 95 % of what it has
-/// saved at the end. KSM must be off, and its settings are restored.
+/// Starts guests of an image, and lets one engine merge their pages: KSM at full speed
+/// (pages_to_scan = 1000000, sleep_millisecs = 0), or the merger. Both also merge single pages. An
+/// engine is done when it has saved 95 % of the pages that it saves in the end. KSM must be off,
+/// and its settings are restored.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
   cofolio-bench vm-merge corpus/out/redis/new --kernel vmlinuz --json vm-merge.json
@@ -51,7 +48,8 @@ Exit codes: 0 the goals are met, or the run is smaller than they are of; 1 one i
 pub(crate) struct Args {
     /// OCI layout directory, OCI archive or `docker save` archive
     image: String,
-    /// What guests run; it says {"event":"ready"} when they are ready [default: Redis with 150000 keys]
+    /// Script of the guests; prints {"event":"ready"} when it is ready [default: Redis with 150000
+    /// keys]
     #[arg(long, value_name = "SCRIPT", hide_default_value = true, default_value = SCRIPT)]
     script: String,
     /// Guests
@@ -85,21 +83,21 @@ impl Engine {
     }
 }
 
-/// What an engine had done at a moment.
+/// Progress of an engine at a moment.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Moment {
     seconds: f64,
-    /// Pages that it has saved.
+    /// Saved pages.
     saved: u64,
-    /// Processor seconds of it.
+    /// Processor seconds of the engine.
     cpu: f64,
 }
 
-/// What came of an engine in a round.
+/// Result of an engine in a round.
 #[derive(Debug, Serialize)]
 struct Ran {
     engine: Engine,
-    /// Pages that the guests had before.
+    /// Private pages of the guests before.
     held: u64,
     moments: Vec<Moment>,
 }
@@ -109,7 +107,7 @@ impl Ran {
         self.moments.iter().map(|it| it.saved).max().unwrap_or(0)
     }
 
-    /// When it was done.
+    /// The moment at which it was done.
     fn done(&self) -> Option<Moment> {
         let enough = self.saved() as f64 * DONE;
         self.moments.iter().find(|it| it.saved as f64 >= enough).copied()

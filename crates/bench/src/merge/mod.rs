@@ -26,8 +26,8 @@ use crate::threads;
 use crate::usage_lists::status_bytes;
 use worker::Said;
 
-/// Share of the pages that can be saved, at which an engine is done.
-const DONE: f64 = 0.95;
+/// An engine is done when it has saved this share of all that can be saved.
+pub(crate) const DONE: f64 = 0.95;
 /// An engine that is not done after so long is not going to be.
 const ENGINE_MAX: Duration = Duration::from_secs(60);
 /// An engine goes on at least for so long, so that enough is written to what it has merged.
@@ -38,8 +38,11 @@ const PERIOD: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 const PAGE: u64 = 4096;
 /// Goals against KSM: pages per second, and per second of processor time.
-const SPEED_MIN: f64 = 3.0;
-const CPU_MIN: f64 = 2.0;
+pub(crate) const SPEED_MIN: f64 = 3.0;
+pub(crate) const CPU_MIN: f64 = 2.0;
+/// Passes over clean memory, and the goal for one, in milliseconds per GiB.
+const CLEAN_PASSES: u32 = 50;
+const CLEAN_MS_MAX: f64 = 1.0;
 /// Goals for a guest's writes.
 const P99_US_MAX: f64 = 100.0;
 const STALL_US_MAX: f64 = 20_000.0;
@@ -119,6 +122,8 @@ struct Ran {
     seconds: f64,
     /// Processor seconds of the engine until then.
     cpu_seconds: f64,
+    /// Median milliseconds of a pass right behind another one, when next to nothing was written.
+    clean_ms_per_gib: f64,
     /// Seconds until new duplicates were merged, with the merger's period.
     fresh_seconds: Vec<f64>,
     writes: u64,
@@ -185,6 +190,7 @@ fn goals(args: &Args, rounds: &BTreeMap<Engine, Vec<Ran>>) -> Goals {
     let cpu = median(ksm, per_cpu_second) / median(ours, per_cpu_second);
     let fresh = ours.iter().flat_map(|ran| &ran.fresh_seconds).copied().fold(0.0, f64::max);
     let period = PERIOD.as_secs_f64();
+    let clean = median(ours, |ran| ran.clean_ms_per_gib);
     let wrong: u64 = rounds.values().flatten().map(|ran| ran.wrong).sum();
     Goals::new(size, is_of_this_size)
         .at_most("KSM's pages per second, of the merger's", speed, 1.0 / SPEED_MIN, "")
@@ -192,6 +198,7 @@ fn goals(args: &Args, rounds: &BTreeMap<Engine, Vec<Ran>>) -> Goals {
         .at_most("p99 of a write", median(ours, |ran| ran.p99_us), P99_US_MAX, " us")
         .at_most("slowest write", median(ours, |ran| ran.slowest_us), STALL_US_MAX, " us")
         .at_most("new duplicates were merged within, at worst", fresh, 2.0 * period + 1.0, " s")
+        .at_most("pass over clean memory, per GiB", clean, CLEAN_MS_MAX, " ms")
         .at_most("wrong words, of all engines", wrong as f64, 0.0, "")
 }
 
@@ -348,7 +355,6 @@ fn with_merger(engine: Engine, guests: &mut [Guest], pages: usize, enough: f64) 
             pid: guest.child.id(),
             dir: guest.dir.path().to_owned(),
             memory_bytes: pages as u64 * PAGE,
-            image: Vec::new(),
         })
         .collect();
     let shims = || -> f64 {
@@ -375,13 +381,19 @@ fn with_merger(engine: Engine, guests: &mut [Guest], pages: usize, enough: f64) 
     }
     ran.seconds = began.elapsed().as_secs_f64();
     ran.cpu_seconds = threads::own_seconds() + shims() - cpu_before;
+    let gib = (guests.len() * pages) as f64 * PAGE as f64 / f64::from(1 << 30);
+    ran.clean_ms_per_gib = crate::median::median((0..CLEAN_PASSES).map(|_| {
+        let began = Instant::now();
+        merger.pass(targets.clone(), &|line| eprintln!("{line}"));
+        began.elapsed().as_secs_f64() * 1000.0 / gib
+    }));
     ran.fresh_seconds = fresh(merger, &targets, guests)?;
     thread::sleep(ENGINE_MIN.saturating_sub(began.elapsed()));
     Ok(ran)
 }
 
-/// Has guests put the same into new pages, again and again, while the merger keeps to its period: how long
-/// each time took until none of them had such a page of its own.
+/// Has guests put the same into new pages, again and again, while the merger keeps to its period:
+/// how long each time took until none of them had such a page of its own.
 fn fresh(mut merger: Merger, targets: &[Target], guests: &mut [Guest]) -> Result<Vec<f64>> {
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {

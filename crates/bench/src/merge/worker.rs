@@ -14,8 +14,8 @@ const WORDS: usize = 512;
 /// Lengths of runs of pages: those that all guests have, and zeros.
 const COMMON_RUN: usize = 64;
 const ZERO_RUN: usize = 8;
-/// At the end of its memory each guest has so many runs of pages that are its own until it is told
-/// [`FILL`]: then it puts into one what all guests have, pages from this number on, and says the address.
+/// Number of runs at the end of each guest's memory that are its own at first. At the command
+/// [`FILL`] a guest fills the next run with contents that all guests have, and prints its address.
 pub(super) const FRESH_RUNS: usize = 8;
 pub(super) const FRESH_RUN: usize = 64;
 pub(super) const FILL: &str = "fill";

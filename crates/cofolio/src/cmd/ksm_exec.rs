@@ -13,10 +13,10 @@ use crate::exit::Ended;
 /// allows it for PROGRAM and for all that PROGRAM starts (PR_SET_MEMORY_MERGE, Linux 6.9), and needs
 /// neither root nor a store. KSM merges private memory only: a VMM must not map its guest's memory shared.
 ///
-/// KSM knows no trust domains: it merges pages of any two programs that allow it, and the time that a
-/// write takes tells a program whether another one has the same page. So Cofolio allows it for no program
-/// unless asked. Virtual machines of `vm run` with QEMU do not need it: the daemon merges their pages, within
-/// their domain. With another VMM `vm run --ksm` does the same as this command.
+/// KSM knows no trust domains: it merges pages of any two programs that allow it, and the time that
+/// a write takes tells a program whether another one has the same page. So Cofolio allows it for no
+/// program unless asked. Virtual machines of `vm run` with QEMU do not need it: the daemon merges
+/// their pages, within their domain. With another VMM `vm run --ksm` does the same as this command.
 ///
 /// KSM has to run, too: `[ksm]` of the configuration has the daemon turn it on.
 ///

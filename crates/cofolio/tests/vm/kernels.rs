@@ -1,4 +1,4 @@
-//! `cofolio vm run` with each kernel that its help says was tested.
+//! `cofolio vm run` with each kernel that its help names.
 
 use super::common::{program, skip};
 use super::{host, kernel};
@@ -24,7 +24,7 @@ fn each_kernel_boots_and_maps_the_image() {
         // The guest gives up if the image is mapped without DAX.
         let script = "md5sum /bin/busybox >/dev/null && echo changed >/etc/passwd && uname -r";
         let booted = host.sh(&[], script);
-        // Nothing of the kernel's is among what the program says, its end included.
+        // The output has no messages of the kernel, not even at the end.
         assert_eq!(booted.ok().lines().count(), 1, "{flavour}: {}", booted.stdout);
         println!("{flavour}: {}", booted.stdout.trim());
         if program("mkfs.ext4").is_none() {

@@ -1,4 +1,4 @@
-//! What the daemon merges of guests' memory.
+//! Merging of guests' memory by the daemon.
 
 use std::fs;
 use std::os::fd::AsRawFd as _;
@@ -14,8 +14,8 @@ use serde_json::Value;
 use crate::common::{Killed, cofolio, skip};
 use crate::{Host, host, rss_anon, until};
 
-/// Puts 30 MiB of numbers, the same in each guest, into the guest's own memory. Writes others over them at
-/// a first signal, and reads those again at a second one.
+/// Puts 30 MiB of numbers, the same in each guest, into the guest's own memory. Writes others over
+/// them at a first signal, and reads those again at a second one.
 const SCRIPT: &str = "mkdir /tmp/f; mount -t tmpfs -o size=60m f /tmp/f
     trap 'touch /tmp/f/usr1' USR1; trap 'touch /tmp/f/term' TERM
     seq 1 4500000 >/tmp/f/a; echo filled
@@ -88,7 +88,8 @@ fn report(host: &Host) -> Value {
     host.run(&["--config", &host.text("config.toml"), "vm", "top", "--json"]).json()
 }
 
-/// Waits until all guests have their pages in pools, and the daemon says so: how many bytes of pools.
+/// Waits until all guests have their pages in pools, and the daemon says so: how many bytes of
+/// pools.
 fn merged(host: &Host, count: usize) -> u64 {
     until("all have their pages in pools", || {
         host.guests().iter().all(|guest| pooled(guest) >= 25).then_some(())
@@ -102,7 +103,8 @@ fn merged(host: &Host, count: usize) -> u64 {
     })
 }
 
-/// A copy that a guest makes of a file of its image takes no memory besides: the file of the store is there.
+/// A copy that a guest makes of a file of its image takes no memory besides: the file of the store
+/// is there.
 #[test]
 fn copies_of_the_images_files_are_merged_with_the_image() {
     let test = "copies_of_the_images_files_are_merged_with_the_image";
@@ -134,7 +136,7 @@ fn copies_of_the_images_files_are_merged_with_the_image() {
     });
 }
 
-/// What the host holds is what each has alone, and what they share once.
+/// Private memory of all machines and shared memory, counted once, add up to the total.
 #[track_caller]
 fn assert_parts_add_up(host: &Host) {
     let report = report(host);
@@ -154,8 +156,8 @@ fn assert_parts_add_up(host: &Host) {
     assert!(shared + 2 >= image + pools / 2, "{shared} of {image} and {pools}");
 }
 
-/// What guests have in common is in memory once, and each reads what it had. A daemon that is killed
-/// takes nothing with it: the next one goes on with its pools.
+/// Common pages of guests are in memory once, and each guest reads its own data. A new daemon
+/// continues with the pools of a killed one.
 #[test]
 fn the_daemon_merges_what_guests_have_in_common() {
     let Some(host) = host("the_daemon_merges_what_guests_have_in_common") else { return };
@@ -171,7 +173,7 @@ fn the_daemon_merges_what_guests_have_in_common() {
     assert_parts_add_up(&host);
     drop(first);
 
-    // Alone it has nothing in common with anybody but with the pools.
+    // It has pages in common with the pools only: the other guests' pages are merged.
     fill(&host, &["three"]);
     let _second = daemon(&host);
     let pools = merged(&host, 3);

@@ -1,5 +1,5 @@
-//! `cofolio vm run --vmm`: what other VMMs than QEMU are told. They need KVM, so a script takes their
-//! place, and this test is the guest.
+//! `cofolio vm run --vmm`: what other VMMs than QEMU are told. They need KVM, so a script takes
+//! their place, and this test is the guest.
 
 use std::fs;
 use std::io::Read as _;

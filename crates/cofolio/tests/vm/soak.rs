@@ -1,6 +1,6 @@
 //! Guests that check every byte of their memory and files while they allocate and free, while their
-//! kernels move pages about, and while the daemon recycles and merges at its most aggressive, is killed
-//! and comes back. `COFOLIO_SOAK_SECONDS` says for how long; `tools/soak vm` takes an hour.
+//! kernels move pages about, and while the daemon recycles and merges at its most aggressive, is
+//! killed and comes back. `COFOLIO_SOAK_SECONDS` says for how long; `tools/soak vm` takes an hour.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -25,7 +25,8 @@ const TEST: &str = "no_byte_changes_in_recycled_and_merged_guests";
 const MEMORY: u64 = 256 << 20;
 /// Of these the last one's VMM is killed.
 const GUESTS: [&str; 4] = ["one", "two", "three", "victim"];
-/// A guest that says nothing for so long hangs. Its processor is emulated, and the machine may be busy.
+/// A guest hangs if it prints nothing for this long. Its processor is emulated, and the host may be
+/// busy.
 const SILENCE_MAX: Duration = Duration::from_secs(120);
 
 /// Random numbers from a seed (splitmix64).
@@ -84,7 +85,7 @@ impl Guest {
         }
     }
 
-    /// Reads what it has said. Fails if a byte was wrong, or if it hangs.
+    /// Reads its output. Fails if a byte was wrong, or if it hangs.
     fn listen(&mut self) {
         let mut bytes = Vec::new();
         self.output.read_to_end(&mut bytes).unwrap();
@@ -119,7 +120,7 @@ impl Guest {
     }
 }
 
-/// What all daemons together have done.
+/// Sums over all daemons.
 #[derive(Debug, Default)]
 struct Record {
     daemons: u64,
@@ -137,7 +138,7 @@ struct Record {
     pool_bytes_most: u64,
 }
 
-/// A daemon, and what it has reported last.
+/// A daemon and its last report.
 struct Daemon<'h> {
     host: &'h Host,
     config: String,
@@ -165,8 +166,8 @@ impl<'h> Daemon<'h> {
         Self { host, config, child, asked: Instant::now(), last: VmReport::default() }
     }
 
-    /// In a mount namespace where the kernel says nothing of pressure: on a busy host, and these guests make
-    /// it busy, pulses would wait until the guests have reported their free pages.
+    /// In a mount namespace where the kernel says nothing of pressure: on a busy host, and these
+    /// guests make it busy, pulses would wait until the guests have reported their free pages.
     fn spawn(host: &Host, config: &str) -> Child {
         let log = File::options().create(true).append(true).open(host.path("daemon.log")).unwrap();
         let script =
@@ -183,7 +184,7 @@ impl<'h> Daemon<'h> {
         assert!(self.child.try_wait().unwrap().is_none(), "the daemon has ended: {said}");
     }
 
-    /// Asks what it has done since its start; it answers nothing while it starts.
+    /// Requests its report. It does not answer while it starts.
     fn report(&mut self) -> &VmReport {
         let ran = self.host.run(&["--config", &self.config, "vm", "top", "--json"]);
         if let Ok(report) = serde_json::from_str(&ran.stdout) {
@@ -340,7 +341,7 @@ fn no_byte_changes_in_recycled_and_merged_guests() {
             println!("{} s: {record:?}", said.as_secs());
         }
     }
-    // What is merged of guests whose first mergers were killed, the last one goes on with.
+    // The last merger continues with pools of mergers that were killed.
     until("the last daemon has merged pages", || {
         watch(&mut guests, &mut daemon, Duration::from_secs(1));
         (daemon.merged(|_| true) > 0).then_some(())

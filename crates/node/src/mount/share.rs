@@ -79,8 +79,8 @@ impl Mounter<'_> {
     }
 }
 
-/// Opens a pack of an image and its segments, in the order of its table. Without fs-verity, hashes the
-/// pack and compares the sizes of segments, so that none is truncated.
+/// Opens a pack of an image and its segments, in the order of its table. Without fs-verity, hashes
+/// the pack and compares the sizes of segments, so that none is truncated.
 pub(crate) fn open_pack_files(
     domain: &Domain,
     contents: &dyn Contents,

@@ -22,7 +22,7 @@ use cofolio_sys::pagemap::{Query, Region, category, scan};
 use serde::{Deserialize, Serialize};
 
 use super::merger::Merging;
-use super::ram::{Content, FileId, Mapping, Part, Piece, Ram, bytes, is_of_image, mapping};
+use super::ram::{Content, FileId, Mapping, Part, Piece, Ram, bytes, mapping};
 use super::recycler::{Latencies, Recycling};
 use super::{State, VmStatus};
 use crate::kernel_text;
@@ -49,8 +49,8 @@ pub struct VmAccount {
     pub cache_bytes: u64,
     /// Private pages that the guest has free and the host still holds.
     pub unreturned_bytes: u64,
-    /// Pages that were merged: pools have them once for all guests of the trust domain, or the files of
-    /// the image.
+    /// Pages that were merged: pools have them once for all guests of the trust domain, or the
+    /// files of the image.
     pub merged_bytes: u64,
     /// Pages of zeros, which the host does not hold.
     pub zero_bytes: u64,
@@ -92,7 +92,7 @@ pub struct VmReport {
 }
 
 impl VmReport {
-    /// What the host holds for all of them.
+    /// Memory that the host uses for all of them.
     pub fn host_bytes(&self) -> u64 {
         let private: u64 = self.machines.iter().map(VmAccount::private_bytes).sum();
         private + self.image_bytes + self.pool_bytes
@@ -107,8 +107,8 @@ pub struct Latency {
     pub p50_ms: Option<u64>,
     /// The same for 99 %.
     pub p99_ms: Option<u64>,
-    /// Bytes by how long they waited: up to each of [`LATENCY_MS`](super::recycler::LATENCY_MS), and
-    /// last longer.
+    /// Bytes by how long they waited: up to each of [`LATENCY_MS`](super::recycler::LATENCY_MS),
+    /// and last longer.
     pub bytes: Vec<u64>,
     /// How many milliseconds all bytes together have waited.
     pub byte_ms: u64,
@@ -141,12 +141,12 @@ struct Known {
     image: Vec<Piece>,
 }
 
-/// The account of a machine, but for what it shares.
+/// The account of a machine without its shared memory.
 struct Taken {
     account: VmAccount,
     image: Vec<Part>,
     pools: Vec<Part>,
-    /// What each file takes that `pools` are parts of.
+    /// Files of `pools`, and their sizes in memory.
     pool_files: Vec<(FileId, u64)>,
 }
 
@@ -157,7 +157,7 @@ pub struct Taking {
     pub machines: Vec<VmAccount>,
     /// Pages of images that machines have touched, each counted once.
     pub image_bytes: u64,
-    /// What the files take that they have merged pages of.
+    /// Memory of all files with merged pages.
     pub pool_bytes: u64,
 }
 
@@ -209,7 +209,7 @@ impl Accounts {
         let mut image = known.image_parts()?;
         let image_bytes = bytes(&image);
         let (merged_bytes, shared) = (content.merged_bytes(), content.shared_bytes());
-        let Content { resident, pool_pieces, pools, images } = content;
+        let Content { resident, pool_pieces, pools, images, .. } = content;
         let private = resident.private();
         let free = besides.recycling.as_ref().map(|it| it.free_bytes);
         let caches = besides.recycling.as_ref().map_or(0, |it| it.cache_bytes);
@@ -249,14 +249,12 @@ impl Known {
         let ram = Ram::find(proc, pid, memory_bytes)?;
         let dir = proc.join(pid.to_string());
         let maps = kernel_text::read(&dir.join("maps"))?;
-        // Those in the guest's memory are merged pages.
-        let is_device = |it: &Mapping<'_>| is_of_image(it.name) && it.access.ends_with('s');
-        let mappings = maps.lines().filter_map(mapping).filter(is_device);
-        let image = mappings.map(|it| it.piece()).collect();
+        let devices = maps.lines().filter_map(mapping).filter(Mapping::is_device);
+        let image = devices.map(|it| it.piece()).collect();
         Ok(Self { ram, pagemap: File::open(dir.join("pagemap"))?, image })
     }
 
-    /// What the machine has touched of its image.
+    /// Parts of its image that the machine has touched.
     fn image_parts(&self) -> io::Result<Vec<Part>> {
         let query = Query { mask: category::PRESENT, ..Query::default() };
         let mut parts = Vec::new();
@@ -274,8 +272,8 @@ impl Known {
     }
 }
 
-/// Divides parts of files among machines: how many bytes they have together, each counted once, and for
-/// each machine, how many it has if each byte is divided by the number of places where it is.
+/// Divides parts of files among machines: how many bytes they have together, each counted once, and
+/// for each machine, how many it has if each byte is divided by the number of places where it is.
 fn divide<'p>(machines: impl Iterator<Item = &'p [Part]>) -> (u64, Vec<f64>) {
     let (mut shares, mut ends) = (Vec::new(), Vec::new());
     for (machine, parts) in machines.enumerate() {
@@ -286,8 +284,9 @@ fn divide<'p>(machines: impl Iterator<Item = &'p [Part]>) -> (u64, Vec<f64>) {
         }
     }
     ends.sort_unstable();
-    // Up to `last` of a file: bytes that somebody has, the sum of what one place gets of each of them, and
-    // the number of places that begin and do not end before. At the end of a file that is 0.
+    // Up to `last` of a file: bytes that somebody has, the sum of what one place gets of each of
+    // them, and the number of places that begin and do not end before. At the end of a file that is
+    // 0.
     let (mut all, mut each, mut places, mut last) = (0, 0.0, 0_i64, 0);
     for (_, at, change, machine) in ends {
         if places > 0 {
@@ -306,7 +305,7 @@ fn whole(bytes: f64) -> u64 {
     bytes.round() as u64
 }
 
-/// What a file takes, that has no name any more: `stat` of what the process has mapped there.
+/// Memory of a file without a name: `stat` of the process's mapping.
 fn file_bytes(proc: &Path, pid: u32, piece: &Piece) -> u64 {
     let Range { start, end } = piece.addresses;
     let path = proc.join(format!("{pid}/map_files/{start:x}-{end:x}"));
@@ -320,8 +319,8 @@ fn file_bytes(proc: &Path, pid: u32, piece: &Piece) -> u64 {
 /// Those of reading `/proc/PID/maps`.
 pub fn mapped_image_files(proc: &Path, pid: u32) -> io::Result<Vec<PathBuf>> {
     let maps = kernel_text::read(&proc.join(pid.to_string()).join("maps"))?;
-    let names = maps.lines().filter_map(mapping).map(|it| it.name);
-    Ok(names.filter(|name| is_of_image(name)).map(PathBuf::from).collect())
+    let devices = maps.lines().filter_map(mapping).filter(Mapping::is_device);
+    Ok(devices.map(|it| PathBuf::from(it.name)).collect())
 }
 
 #[cfg(test)]

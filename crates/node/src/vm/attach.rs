@@ -21,7 +21,7 @@ use crate::run_dir::running::{claim, is_name, lock, write_file};
 const RESTORE_SECONDS_MAX: u64 = 10;
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What to attach.
+/// Request to attach a machine.
 #[derive(Debug, Clone)]
 pub struct AttachRequest {
     /// Its VMM.
@@ -32,7 +32,7 @@ pub struct AttachRequest {
     pub name: Option<String>,
 }
 
-/// What is known of a virtual machine that somebody else started.
+/// Record of a machine that another program started.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Attached {
     /// The VMM's control socket.
@@ -42,7 +42,7 @@ pub struct Attached {
     /// When that process was started, in ticks since the boot: its number can be another one's
     /// after its end.
     pub vmm_start_ticks: u64,
-    /// What the guest had outside of its balloon: so it is between pulses, and afterwards.
+    /// Memory outside of the balloon when it was attached, in bytes. Restored after each pulse.
     pub usable_bytes: u64,
     /// How often the VMM asked the guest for statistics; it does so again afterwards.
     pub statistics_seconds: u64,
@@ -71,8 +71,8 @@ impl Machines<'_> {
     /// Attaches a virtual machine that somebody else has started.
     ///
     /// # Errors
-    /// [`VmError::Name`], [`VmError::Exists`], [`VmError::Control`] if the socket does not answer or
-    /// the machine cannot be attached, [`VmError::RunDir`].
+    /// [`VmError::Name`], [`VmError::Exists`], [`VmError::Control`] if the socket does not answer
+    /// or the machine cannot be attached, [`VmError::RunDir`].
     pub fn attach(&self, request: &AttachRequest) -> Result<VmRecord> {
         if let Some(name) = request.name.as_deref().filter(|name| !is_name(name)) {
             return Err(VmError::Name(name.to_owned()));
@@ -133,7 +133,7 @@ impl Machines<'_> {
         let dir = self.dir().join(name);
         // Nobody has the lock for long.
         let lock = lock(&dir, FlockOperation::LockExclusive)?;
-        // Whoever recycles it lets the socket go then.
+        // The recycler closes its connection then.
         remove_files(&dir)?;
         drop(lock);
         if !attached.lives() {
@@ -149,7 +149,7 @@ impl Machines<'_> {
     }
 }
 
-/// Deflates a balloon until the guest has so many bytes outside of it.
+/// Deflates a balloon until `bytes` bytes are outside of it.
 fn restore(balloon: &mut dyn Balloon, bytes: u64) -> std::io::Result<()> {
     let until = Instant::now() + Duration::from_secs(RESTORE_SECONDS_MAX);
     if balloon.actual()? >= bytes {
@@ -216,7 +216,7 @@ mod tests {
         child.wait().unwrap();
     }
 
-    /// Names of programs are chosen by whoever starts them.
+    /// A user can choose any name for a program.
     #[test]
     fn a_name_cannot_pass_for_other_fields() {
         let dir = tempfile::tempdir().unwrap();

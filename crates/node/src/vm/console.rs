@@ -27,7 +27,7 @@ const PIECE_BYTES: usize = 64 << 10;
 #[derive(Debug)]
 pub struct Console {
     dir: PathBuf,
-    /// What it said before the file `output` was begun.
+    /// Output from before the present file `output`.
     earlier: Option<File>,
     output: File,
     input: Option<File>,
@@ -94,7 +94,8 @@ impl Console {
         self.input.take()
     }
 
-    /// Gives it other sizes, in rows and columns; without effect where no process waits for the machine.
+    /// Gives it other sizes, in rows and columns; without effect where no process waits for the
+    /// machine.
     pub fn resizer(&self) -> impl Fn(u16, u16) + Send + use<> {
         let dir = self.dir.clone();
         move |rows, columns| {

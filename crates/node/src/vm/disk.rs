@@ -248,7 +248,8 @@ mod tests {
         assert!(open(&request(dir.path(), None)).is_err());
     }
 
-    /// A disk whose `mkfs.ext4` was killed had something that was no ext4, and was refused for ever.
+    /// A disk whose `mkfs.ext4` was killed had something that was no ext4, and was refused for
+    /// ever.
     #[test]
     fn a_killed_mkfs_leaves_no_disk() {
         if programs::find("mkfs.ext4").is_none() {

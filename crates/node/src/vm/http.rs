@@ -35,7 +35,7 @@ impl Api {
         socket::peer(&socket::connect_path(&self.socket).ok()?)
     }
 
-    /// What the VMM answers; null where it says nothing.
+    /// The VMM's answer; null if the body is empty.
     ///
     /// # Errors
     /// Those of the socket; `InvalidData` with the VMM's words if it refuses.
@@ -113,7 +113,7 @@ fn exchange(
     serde_json::from_slice(&text).map_err(|error| invalid(format!("{method} {target}: {error}")))
 }
 
-/// What a VMM says of an error: Firecracker has an object, Cloud Hypervisor a list of causes.
+/// The text of a VMM's error: Firecracker sends an object, Cloud Hypervisor a list of causes.
 fn words_of(text: &[u8]) -> String {
     let said: Value = serde_json::from_slice(text).unwrap_or_default();
     match (&said["fault_message"], said.as_array()) {

@@ -28,8 +28,8 @@ pub(super) struct Attached {
     pub(super) devices: Vec<Device>,
 }
 
-/// Packs an image for guests if it has no such pack, and checks all of it: as the backend `inode-share`
-/// checks the pack that it mounts, and beyond that as far as `check` says.
+/// Packs an image for guests if it has no such pack, and checks all of it: as the backend
+/// `inode-share` checks the pack that it mounts, and beyond that as far as `check` says.
 ///
 /// # Errors
 /// [`VmError::Pack`](super::VmError::Pack), [`VmError::Store`](super::VmError::Store),

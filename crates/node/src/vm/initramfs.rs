@@ -57,8 +57,8 @@ pub fn initramfs(
     let mut archive = Archive::default();
     let write = |archive: &mut Archive| -> Result<(), VmError> {
         archive.directory("dev");
-        // Where the console is a module there is none at first: Rust's runtime opens this in place of
-        // missing standard streams, or aborts.
+        // Where the console is a module there is none at first: Rust's runtime opens this in place
+        // of missing standard streams, or aborts.
         archive.device("dev/null", 1, 3);
         archive.file("init", 0o755, &program);
         archive.directory("modules");

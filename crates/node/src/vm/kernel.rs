@@ -24,8 +24,8 @@ const NEEDED: [&str; 7] = [
     "erofs",
     "overlay",
 ];
-/// What some of these ask for by an alias, in kernels that have it as a module: `libcrc32c` takes any
-/// implementation. There is no modprobe in the guest.
+/// What some of these ask for by an alias, in kernels that have it as a module: `libcrc32c` takes
+/// any implementation. There is no modprobe in the guest.
 const ASKED_FOR: [&str; 1] = ["crc32c_generic"];
 /// Largest module, uncompressed, in bytes.
 const MODULE_BYTES_MAX: u64 = 64 << 20;

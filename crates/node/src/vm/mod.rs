@@ -92,12 +92,12 @@ pub struct VmRecord {
     pub cpus: u32,
     /// When it was made, in seconds since 1970.
     pub created: i64,
-    /// Who started it.
+    /// Its origin.
     #[serde(flatten)]
     pub origin: Origin,
 }
 
-/// Who started a virtual machine.
+/// Origin of a virtual machine.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "origin", rename_all = "kebab-case")]
 pub enum Origin {
@@ -145,7 +145,7 @@ impl VmRecord {
         }
     }
 
-    /// What is known of it if somebody else started it.
+    /// Its record if another program started it.
     pub fn attached(&self) -> Option<&Attached> {
         match &self.origin {
             Origin::Started(_) => None,
@@ -153,7 +153,7 @@ impl VmRecord {
         }
     }
 
-    /// Name of the image, for people; empty for one that somebody else started.
+    /// Name of the image, for people; empty for an attached machine.
     pub fn image_name(&self) -> &str {
         self.started().map_or("", |started| &started.image_name)
     }

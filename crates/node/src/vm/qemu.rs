@@ -87,8 +87,8 @@ pub(super) fn launch(machine: &Machine<'_>, program: &Path) -> Result<Launch> {
         Accel::Kvm => {
             command.args(["-accel", "kvm", "-machine", "pc,mem-merge=off", "-cpu", "host"])
         }
-        // With HPET guests of QEMU 7.2's emulator were seen to hang, and cmpxchg16b to leave garbage
-        // in the flags. It would keep up to 1 GiB of translated code.
+        // With HPET guests of QEMU 7.2's emulator were seen to hang, and cmpxchg16b to leave
+        // garbage in the flags. It would keep up to 1 GiB of translated code.
         Accel::Tcg => command.args([
             "-accel",
             "tcg,tb-size=64",

@@ -13,7 +13,7 @@ use super::socket::{peer, send_with};
 const ANSWER_BYTES_MAX: u64 = 4 << 20;
 /// How long QEMU may take to answer. Its main loop is busy while it starts.
 const ANSWER_SECONDS_MAX: u64 = 10;
-/// Most events before an answer. More would keep whoever asked busy.
+/// Most events before an answer. More would keep the caller busy.
 const EVENTS_MAX: usize = 1000;
 
 /// A connection to a QEMU. It serves one at a time.

@@ -11,7 +11,7 @@ use crate::kernel_text;
 
 /// QEMU maps a guest's memory at multiples of this, for huge pages.
 const ALIGN: u64 = 2 << 20;
-/// Cloud Hypervisor and Firecracker map what is below the hole for 32-bit devices apart from the rest.
+/// Cloud Hypervisor and Firecracker map memory below the hole for 32-bit devices separately.
 const BELOW_HOLE: u64 = 3 << 30;
 /// Filesystems, by `include/uapi/linux/magic.h`.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -28,7 +28,7 @@ pub struct Ram {
     backing: Backing,
 }
 
-/// What a guest's memory is made of.
+/// Kind of a guest's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Backing {
     /// Private anonymous pages, and merged ones.
@@ -68,6 +68,16 @@ impl Ram {
         Ok(Self { pagemap: File::open(dir.join("pagemap"))?, dir, parts, backing })
     }
 
+    /// The private memory of a guest at these addresses of the process `pid`.
+    ///
+    /// # Errors
+    /// Those of opening `/proc/PID/pagemap`.
+    pub(super) fn at(proc: &Path, pid: u32, addresses: Range<u64>) -> io::Result<Self> {
+        let dir = proc.join(pid.to_string());
+        let pagemap = File::open(dir.join("pagemap"))?;
+        Ok(Self { dir, pagemap, parts: vec![addresses], backing: Backing::Private })
+    }
+
     /// Why a VMM cannot discard single pages of it, if so.
     pub(super) fn refusal(&self) -> Option<String> {
         match &self.backing {
@@ -94,8 +104,8 @@ impl Ram {
         }
     }
 
-    /// What the VMM takes for itself, in private pages, where the host holds `held` bytes of the
-    /// guest's memory. Fails like [`Ram::counted`].
+    /// Private memory of the VMM itself in bytes, if `held` bytes of the guest's memory are
+    /// resident. Fails like [`Ram::counted`].
     pub(super) fn emulator(&self, held: u64) -> io::Result<u64> {
         let anonymous = self.anonymous()?;
         Ok(match self.backing {
@@ -106,7 +116,8 @@ impl Ram {
 
     /// Anonymous memory of the process. `statm` costs less than `status`.
     fn anonymous(&self) -> io::Result<u64> {
-        // Size, resident pages, and those of files and shared memory among them (proc_pid_statm(5)).
+        // Size, resident pages, and those of files and shared memory among them
+        // (proc_pid_statm(5)).
         let statm = kernel_text::read(&self.dir.join("statm"))?;
         let mut pages = statm.split(' ').skip(1).map_while(|word| word.parse::<u64>().ok());
         let (resident, shared) =
@@ -121,7 +132,7 @@ impl Ram {
         kib.map(|kib| kib << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
-    /// What of it the host holds.
+    /// The resident pages.
     ///
     /// # Errors
     /// Those of [`scan`].
@@ -156,7 +167,7 @@ impl Ram {
         Ok(resident)
     }
 
-    /// What of it the host holds, and what of it is merged.
+    /// The resident and the merged pages.
     ///
     /// # Errors
     /// Those of reading `/proc/PID/maps` and of [`scan`].
@@ -171,11 +182,11 @@ impl Ram {
         })?;
         let pools = without(&merged.pools, &written);
         let images = without(&merged.images, &written);
-        Ok(Content { resident, pool_pieces: merged.pools, pools, images })
+        Ok(Content { resident, pool_pieces: merged.pools, written, pools, images })
     }
 
-    /// What of it was merged, in the order of addresses: mappings of pools, and of the image. A page that was
-    /// written to since is private.
+    /// Its mappings of pools and of image files, in the order of addresses. Pages that were written
+    /// to since are private.
     fn merged(&self) -> io::Result<Merged> {
         let maps = kernel_text::read(&self.dir.join("maps"))?;
         let merged = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
@@ -187,7 +198,7 @@ impl Ram {
     }
 }
 
-/// What the host holds of a guest's memory.
+/// Resident pages of a guest's memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Resident {
     /// In bytes.
@@ -205,14 +216,16 @@ impl Resident {
     }
 }
 
-/// What a guest's memory holds.
+/// Content of a guest's memory.
 #[derive(Debug, Default)]
 pub struct Content {
-    /// What the host holds of it.
+    /// Resident pages.
     pub resident: Resident,
     /// Where pools are mapped.
     pub(super) pool_pieces: Vec<Piece>,
-    /// What is merged with pools. The guest need not have touched it since.
+    /// Addresses of its private pages, if anything is merged.
+    pub(super) written: Vec<Range<u64>>,
+    /// Parts of pools that it uses, whether it has touched them since or not.
     pub(super) pools: Vec<Part>,
     /// The same for files of the image.
     pub(super) images: Vec<Part>,
@@ -223,6 +236,14 @@ impl Content {
     /// since or not.
     pub fn merged_bytes(&self) -> u64 {
         bytes(&self.pools) + bytes(&self.images)
+    }
+
+    /// Addresses of a mapping that the guest has written to.
+    pub(super) fn written_of(&self, piece: &Piece) -> impl Iterator<Item = Range<u64>> {
+        let Range { start, end } = piece.addresses;
+        let first = self.written.partition_point(|it| it.end <= start);
+        let written = self.written[first..].iter().take_while(move |it| it.start < end);
+        written.map(move |it| it.start.max(start)..it.end.min(end))
     }
 
     /// Bytes that have a content and are not private: those that are merged, and zeros.
@@ -247,7 +268,7 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// What is mapped at these addresses.
+    /// The part of the file at these addresses.
     pub(super) fn part(&self, addresses: Range<u64>) -> Part {
         let at = |address: u64| address - self.addresses.start + self.offset;
         (self.file, at(addresses.start)..at(addresses.end))
@@ -258,7 +279,7 @@ pub(super) fn bytes(parts: &[Part]) -> u64 {
     parts.iter().map(|(_, part)| part.end - part.start).sum()
 }
 
-/// What pieces show of their files, without addresses that are private now. Both are in order.
+/// Parts of files that mappings still show: without private addresses. Both are in order.
 fn without(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
     let (mut parts, mut first) = (Vec::new(), 0);
     for piece in pieces {
@@ -277,7 +298,7 @@ fn without(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
     parts
 }
 
-/// What of a guest's memory was merged.
+/// Merged mappings of a guest's memory.
 #[derive(Debug, Default)]
 struct Merged {
     /// With pools of merged pages.
@@ -291,12 +312,18 @@ pub(super) struct Mapping<'l> {
     pub(super) addresses: Range<u64>,
     pub(super) access: &'l str,
     offset: u64,
-    file: FileId,
+    pub(super) file: FileId,
     /// Empty for anonymous memory.
     pub(super) name: &'l str,
 }
 
 impl Mapping<'_> {
+    /// Whether it is a device with a file of the image. Files of the image in the guest's memory
+    /// are merged pages.
+    pub(super) fn is_device(&self) -> bool {
+        self.access.ends_with('s') && is_of_image(self.name)
+    }
+
     pub(super) fn piece(&self) -> Piece {
         Piece { addresses: self.addresses.clone(), file: self.file, offset: self.offset }
     }
@@ -323,7 +350,7 @@ fn is_merged(name: &str) -> bool {
 }
 
 /// Whether a file is a pack or a segment.
-pub(super) fn is_of_image(path: &str) -> bool {
+fn is_of_image(path: &str) -> bool {
     path.ends_with(".segment") || path.ends_with(".dax")
 }
 
@@ -334,7 +361,7 @@ struct Mapped<'l> {
     name: &'l str,
 }
 
-/// Where a guest's memory of so many bytes is, and its file if it has one.
+/// Finds a guest's memory of `bytes` bytes: its addresses, and its file if it has one.
 fn find_in(maps: &str, bytes: u64) -> Option<(Vec<Range<u64>>, Option<Mapped<'_>>)> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     let mut of_files = Vec::new();

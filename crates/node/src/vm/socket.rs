@@ -1,18 +1,17 @@
 //! Sockets of virtual machines, however long their paths are.
 
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut, Write as _};
+use std::io::{self, IoSlice, Write as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
-    socket_with,
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, sendmsg, socket_with,
 };
 
 /// Connects to what listens at a path.
@@ -69,21 +68,6 @@ pub(super) fn send_with(
     control.push(SendAncillaryMessage::ScmRights(&fds));
     let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
     socket.write_all(&bytes[sent..])
-}
-
-/// Fills `bytes`, and takes the descriptor that may come with them.
-pub(super) fn receive_with(socket: &UnixStream, bytes: &mut [u8]) -> io::Result<Option<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
-    let length = bytes.len();
-    let received = recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
-    let mut fds = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-        _ => None,
-    });
-    let fd = fds.next().and_then(|mut fds| fds.next());
-    if received.bytes == length { Ok(fd) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 #[cfg(test)]

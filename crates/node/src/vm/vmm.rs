@@ -1,4 +1,4 @@
-//! The programs that run virtual machines, and what is different with each.
+//! The programs that run virtual machines, and their differences.
 //!
 //! | | QEMU | Cloud Hypervisor | Firecracker |
 //! |---|---|---|---|
@@ -44,7 +44,7 @@ pub enum Vmm {
     Firecracker,
 }
 
-/// What a virtual machine is started with.
+/// Properties of a new virtual machine.
 pub(super) struct Machine<'m> {
     pub(super) name: &'m str,
     /// Its directory.
@@ -165,7 +165,7 @@ impl Vmm {
         }
     }
 
-    /// What starts it.
+    /// Prepares its command.
     ///
     /// # Errors
     /// [`VmError::Unsupported`] for what it cannot do; [`VmError::Kernel`], [`VmError::Mount`],

@@ -1,7 +1,8 @@
-//! VMMs that were broken into: what they tell the merger and the recycler is a lie, and what they get
-//! they turn against others.
+//! Hostile VMMs: they lie to the merger and the recycler, and attack others with the descriptors
+//! they get.
 //!
-//! A VMM is a process of this test with memory as a guest's, [`vmm`], and the shim where it is merged.
+//! A VMM is a process of this test with memory as a guest's, [`vmm`], and the shim where it is
+//! merged.
 
 #![allow(
     clippy::unwrap_used,
@@ -60,8 +61,8 @@ impl Drop for Vmm {
 }
 
 impl Vmm {
-    /// One that behaves like this, with its sockets in `dir`, which is made; with the shim if there is a
-    /// library, which listens at `merge` or, to be used by the VMM itself, at `hidden/merge`.
+    /// One that behaves like this, with its sockets in `dir`, which is made; with the shim if there
+    /// is a library, which listens at `merge` or, to be used by the VMM itself, at `hidden/merge`.
     fn start(dir: &Path, behaviour: &str, shim: Option<(&Path, &str)>) -> Self {
         fs::create_dir_all(dir.join("hidden")).unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, IoSliceMut, Read as _, Write as _};
-use std::mem::MaybeUninit;
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
@@ -12,13 +11,13 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use cofolio_node::vm::merger::{MergePolicy, MergeReport, Merger, Target};
+use cofolio_shim::message::receive;
 use cofolio_shim::protocol::{Head, Hello, Outcome, PAGE, Plain, Run, kind};
 use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{MEMORY, Vmm, connect, drain, listen, say, shim};
 
-/// A merger, and what it has said.
+/// A merger and its log.
 struct Merging {
     merger: Merger,
     targets: Vec<Target>,
@@ -32,7 +31,6 @@ fn target(name: &str, domain: &str, pid: u32, dir: &Path) -> Target {
         pid,
         memory_bytes: MEMORY as u64,
         dir: dir.to_owned(),
-        image: Vec::new(),
     }
 }
 
@@ -46,7 +44,7 @@ impl Merging {
         Self { merger: Merger::new(policy), targets, said: Mutex::default() }
     }
 
-    /// So many passes. The first looks, the second sees what has stayed.
+    /// Runs `count` passes. The first looks, the second finds unchanged pages.
     fn passes(&mut self, count: u32) -> MergeReport {
         let log = |line: &str| {
             let mut said = self.said.lock().unwrap();
@@ -85,7 +83,8 @@ fn pools(pid: u32) -> BTreeSet<u64> {
     mapped.chain(open).collect()
 }
 
-/// The time that a write takes would tell a guest what another tenant has, and a pool is what it has.
+/// The time that a write takes would tell a guest what another tenant has, and a pool is what it
+/// has.
 #[test]
 fn no_pool_is_in_two_trust_domains() {
     let Some(shim) = shim("no_pool_is_in_two_trust_domains") else { return };
@@ -106,8 +105,9 @@ fn no_pool_is_in_two_trust_domains() {
     vmms.iter_mut().for_each(Vmm::check);
 }
 
-/// The number of a VMM's process is in a file that the VMM itself has written. If the merger believed
-/// it, two of them could name a third, of another domain, and would get a pool with its pages.
+/// The number of a VMM's process is in a file that the VMM itself has written. If the merger
+/// believed it, two of them could name a third, of another domain, and would get a pool with its
+/// pages.
 #[test]
 fn a_vmm_that_names_another_process_gets_none_of_its_pages() {
     let test = "a_vmm_that_names_another_process_gets_none_of_its_pages";
@@ -178,7 +178,7 @@ fn shims_that_lie_are_dropped() {
         targets.push(target(name, "red", std::process::id(), &own));
     }
     let mut names: Vec<&str> = lies.iter().map(|(name, _)| *name).collect();
-    // Those that lie later, about what they have merged.
+    // These lie about their results.
     let later = ["more", "many", "half"];
     let liars = later.map(|it| Vmm::start(&dir.path().join(it), it, Some((&shim, "hidden"))));
     targets.extend(later.iter().zip(&liars).map(|(name, vmm)| target_of(name, "red", vmm)));
@@ -195,7 +195,7 @@ fn shims_that_lie_are_dropped() {
     vmms.iter_mut().for_each(Vmm::check);
 }
 
-/// What says nothing, or next to nothing, holds the others up once, and then hardly ever.
+/// A shim that does not answer delays the others once, and then rarely.
 #[test]
 fn shims_that_do_not_answer_are_dropped() {
     let Some(shim) = shim("shims_that_do_not_answer_are_dropped") else { return };
@@ -216,7 +216,7 @@ fn shims_that_do_not_answer_are_dropped() {
     vmms.iter_mut().for_each(Vmm::check);
 }
 
-/// Each trust domain has a thread. Whoever keeps one waiting, in whatever way, keeps its own domain waiting.
+/// Each trust domain has a thread. A VMM that blocks it delays only its own domain.
 #[test]
 fn a_domain_that_does_not_go_on_holds_up_no_other() {
     let Some(shim) = shim("a_domain_that_does_not_go_on_holds_up_no_other") else { return };
@@ -236,8 +236,8 @@ fn a_domain_that_does_not_go_on_holds_up_no_other() {
     vmms.iter_mut().for_each(Vmm::check);
 }
 
-/// A VMM that was broken into has what its shim gets, and runs as root if this test does. What the kernel
-/// offers besides is tried in `crates/sys/tests/sealed.rs`.
+/// A VMM that was broken into has what its shim gets, and runs as root if this test does. What the
+/// kernel offers besides is tried in `crates/sys/tests/sealed.rs`.
 #[test]
 fn a_vmm_cannot_write_to_its_pools() {
     let Some(shim) = shim("a_vmm_cannot_write_to_its_pools") else { return };
@@ -330,22 +330,6 @@ fn answer(
             return;
         }
     }
-}
-
-fn receive(client: &UnixStream) -> io::Result<(Head, Option<OwnedFd>)> {
-    let mut head = [Head::default()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut parts = [IoSliceMut::new(Plain::bytes_mut(&mut head))];
-    let received = recvmsg(client, &mut parts, &mut control, RecvFlags::WAITALL)?;
-    if received.bytes == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    let fds = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    });
-    Ok((head[0], fds))
 }
 
 /// Tries to change a pool, or to have it change later.

@@ -20,7 +20,8 @@ use super::{MEMORY, Vmm, drain, listen, say};
 /// How long the recycler runs at least.
 const WATCHED: Duration = Duration::from_secs(25);
 
-/// A machine in a run directory, as `vm run` would have made it: the VMM, and the lock that it holds.
+/// A machine in a run directory, as `vm run` would have made it: the VMM, and the lock that it
+/// holds.
 fn machine(run: &Path, name: &str) -> (Vmm, File) {
     let dir = run.join("vms").join(name);
     let vmm = Vmm::start(&dir, &format!("qmp {name}"), None);
@@ -58,7 +59,8 @@ fn asked(vmm: &Vmm) -> u64 {
     fs::metadata(vmm.dir.join("asked")).map_or(0, |it| it.len())
 }
 
-/// Who lies harms itself: the others' memory is returned, and nobody is busy with the liar.
+/// A liar harms itself: the memory of other guests is returned, and the recycler uses little time
+/// for it.
 #[test]
 fn who_lies_about_its_balloon_harms_itself_alone() {
     let dir = tempfile::tempdir().unwrap();

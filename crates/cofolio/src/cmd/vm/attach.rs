@@ -10,18 +10,18 @@ use crate::exit::Exit;
 /// Return the free memory of a virtual machine that somebody else started
 ///
 /// The daemon (`cofolio serve`) then returns memory that the guest frees to the host, and `vm top`
-/// shows what the host holds for it, until `vm detach` or its end. Its pages are not merged. It needs
-/// a balloon.
+/// shows what the host holds for it, until `vm detach` or its end. Its pages are not merged. It
+/// needs a balloon.
 ///
 /// The control socket must be one for Cofolio alone: QEMU serves one client at a time at each, and
 /// takes several `-qmp`. While it is attached its balloon is the daemon's: between pulses the guest
 /// has what it had outside of it before.
 ///
 /// Free memory is taken only where that is safe, and where the VMM says how much there is; `vm top`
-/// says why not. The balloon must deflate on OOM: `-device virtio-balloon,deflate-on-oom=on` for QEMU,
-/// and `"deflate_on_oom": true, "stats_polling_interval_s": 1` for Firecracker. Of Cloud Hypervisor it
-/// is not known how much there is, so it is left with `free_page_reporting=on`. Memory may be private
-/// or in a memfd, not in huge pages (hugetlbfs).
+/// says why not. The balloon must deflate on OOM: `-device virtio-balloon,deflate-on-oom=on` for
+/// QEMU, and `"deflate_on_oom": true, "stats_polling_interval_s": 1` for Firecracker. Of Cloud
+/// Hypervisor it is not known how much there is, so it is left with `free_page_reporting=on`.
+/// Memory may be private or in a memfd, not in huge pages (hugetlbfs).
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     qemu-system-x86_64 -qmp unix:/run/web.qmp,server,wait=off \\\n    \

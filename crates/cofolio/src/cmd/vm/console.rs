@@ -17,8 +17,8 @@ use crate::exit::{Ended, Exit};
 ///
 /// Prints the last 16 KiB that its console has said, and what it says from now on. A machine that
 /// was started with --interactive also gets this process's standard input, from one `vm console` at
-/// a time, and the size of its terminal. On a terminal Ctrl-P Ctrl-Q detaches, and other keys are the machine's, Ctrl-C too.
-/// Without input Ctrl-C detaches.
+/// a time, and the size of its terminal. On a terminal Ctrl-P Ctrl-Q detaches, and other keys are
+/// the machine's, Ctrl-C too. Without input Ctrl-C detaches.
 ///
 /// Of a machine that has ended it prints all that is kept. The exit status is that of the
 /// image's program if it has ended and its status is kept, else 0.

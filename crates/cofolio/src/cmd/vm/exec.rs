@@ -24,8 +24,8 @@ use crate::exit::{Ended, Exit, Fail};
 /// The exit status is the process's, or 128 and the number of the signal that ended it; 126 if its
 /// program cannot be executed, 127 if the program does not exist. Signals are passed on to the
 /// process and its group; the third one that asks for the end gives the process up. The process and
-/// its group are killed if `vm exec` ends before the process does; what it has put into a session or
-/// group of its own goes on, as a daemon does, until the machine ends.
+/// its group are killed if `vm exec` ends before the process does; what it has put into a session
+/// or group of its own goes on, as a daemon does, until the machine ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio vm exec cache -- redis-cli ping\n  \
     cofolio vm exec -it cache -- sh\n  \

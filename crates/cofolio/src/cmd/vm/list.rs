@@ -8,9 +8,10 @@ use crate::ui::{Cell, Table, Tone, ago, human_size};
 
 /// List virtual machines
 ///
-/// STATE is `running` while `cofolio` waits for the machine's end, `unattended` if that process was killed, and `ended`, with
-/// the exit status of the image's program. One that somebody else started (`vm attach`) has no image; it is `running` until
-/// its VMM ends. --json names the file with a detached machine's output, and the control socket of its VMM.
+/// STATE is `running` while `cofolio` waits for the machine's end, `unattended` if that process was
+/// killed, and `ended`, with the exit status of the image's program. One that somebody else started
+/// (`vm attach`) has no image; it is `running` until its VMM ends. --json names the file with a
+/// detached machine's output, and the control socket of its VMM.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio vm ps\n  \
     cofolio vm ps --json | jq -r '.[] | select(.name == \"cache\").output'")]

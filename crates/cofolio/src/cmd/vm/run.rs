@@ -30,15 +30,17 @@ pub(super) const PATIENCE: u32 = 3;
 
 /// Boot an image in a virtual machine, and run its program there
 ///
-/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU, or another --vmm, with the pack and its segments as read-only
-/// devices, waits for the end of the image's program and removes the machine; --detach does not wait. Changes are in the
-/// guest's memory and go with it. On a --disk they are kept for the next machine of the same image. With --read-only or
-/// --writable only some directories can be written to, and the guest has no second inode for each of the other files.
-/// It has no network but loopback.
+/// Packs the image for virtual machines if it is not (`pack --vm`), starts QEMU, or another --vmm,
+/// with the pack and its segments as read-only devices, waits for the end of the image's program
+/// and removes the machine; --detach does not wait. Changes are in the guest's memory and go with
+/// it. On a --disk they are kept for the next machine of the same image. With --read-only or
+/// --writable only some directories can be written to, and the guest has no second inode for each
+/// of the other files. It has no network but loopback.
 ///
-/// The kernel is that of a distribution, with its modules beside it or in /lib/modules: tested are Debian's 6.1, 6.12 and 7.2,
-/// each made for clouds and for all machines (linux-image-cloud-amd64, linux-image-amd64). The processor executes it with KVM
-/// where it can, and is emulated, tens of times slower, elsewhere.
+/// The kernel is that of a distribution, with its modules beside it or in /lib/modules: tested are
+/// Debian's 6.1, 6.12 and 7.2, each made for clouds and for all machines (linux-image-cloud-amd64,
+/// linux-image-amd64). The processor executes it with KVM where it can, and is emulated, tens of
+/// times slower, elsewhere.
 ///
 /// The exit status is the program's, or 128 and the number of the signal that ended it; 125 if the machine could not be
 /// started, or ended without it. Signals are passed on to the program; the third one that asks for the end kills the machine.
@@ -84,18 +86,19 @@ pub(crate) struct Args {
     /// empty file is made one
     #[arg(long, value_name = "FILE[:SIZE]")]
     disk: Option<DiskRequest>,
-    /// Make its root read-only. What programs expect to be writable still is: /tmp, /var/tmp, /run and the image's
-    /// volumes. All other files then cost the guest less memory
+    /// Make its root read-only. What programs expect to be writable still is: /tmp, /var/tmp, /run
+    /// and the image's volumes. All other files then cost the guest less memory
     #[arg(long)]
     read_only: bool,
-    /// The same, but this directory of the image is writable too, by its absolute path; may be given several times
+    /// The same, but this directory of the image is writable too, by its absolute path; may be
+    /// given several times
     #[arg(long, value_name = "DIR", conflicts_with = "read_only")]
     writable: Vec<PathBuf>,
     /// What runs it
     #[arg(long, value_enum, default_value_t = VmmArg::Qemu)]
     vmm: VmmArg,
-    /// Let KSM merge its memory with that of all programs that allow it (see `ksm-exec --help`). Not
-    /// with QEMU, whose guests' pages the daemon merges within their trust domain
+    /// Let KSM merge its memory with that of all programs that allow it (see `ksm-exec --help`).
+    /// Not with QEMU, whose guests' pages the daemon merges within their trust domain
     #[arg(long)]
     ksm: bool,
     /// What executes it (default: KVM if the processor and the kernel have it)
@@ -114,8 +117,8 @@ pub(crate) struct Args {
 enum VmmArg {
     /// QEMU
     Qemu,
-    /// Cloud Hypervisor: with KVM only, without `vm exec` and merging; the guest's own reports alone
-    /// return its free memory
+    /// Cloud Hypervisor: with KVM only, without `vm exec` and merging; the guest's own reports
+    /// alone return its free memory
     CloudHypervisor,
     /// Firecracker, 1.14 or newer: with KVM only, without `vm exec` and merging
     Firecracker,

@@ -8,11 +8,12 @@ use crate::ui::{Cell, Table, Tone, human_size};
 
 /// Say what the host holds for each virtual machine, and why
 ///
-/// Private pages of a guest's memory are those that its kernel and programs USE, its CACHE of files, and those that it has
-/// FREE and the host still holds; how they divide is what the guest says. EMULATOR is what the VMM takes for itself. MERGED
-/// pages are those that pools have, and IMAGE those of its image: others may have both, too, and they are in memory once.
-/// PROPORTIONAL is all of this, with each shared page divided among those that have it. ZERO pages take nothing. The figures
-/// are the daemon's (`cofolio serve`), some seconds old.
+/// Private pages of a guest's memory are those that its kernel and programs USE, its CACHE of
+/// files, and those that it has FREE and the host still holds; how they divide is what the guest
+/// says. EMULATOR is what the VMM takes for itself. MERGED pages are those that pools have, and
+/// IMAGE those of its image: others may have both, too, and they are in memory once. PROPORTIONAL
+/// is all of this, with each shared page divided among those that have it. ZERO pages take nothing.
+/// The figures are the daemon's (`cofolio serve`), some seconds old.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  cofolio vm top\n  cofolio vm top --json | jq '.machines[] | {name, merged_bytes}'"

@@ -16,13 +16,13 @@ use super::pool::{POOL_PAGES, Pools};
 use super::scan::hash_of;
 use super::{MergePolicy, MergeReport, Target, lock, next};
 
-/// Pages that a thread hashes before it takes the next ones.
+/// Pages of one piece of work of a hashing thread.
 const PART_PAGES: usize = 4096;
-/// After an error a guest is left alone for so long, and after each further one for twice as long: a shim
-/// that does not answer holds up the others.
+/// Time between an error of a guest and the next try. It doubles with each further error, because a
+/// shim that does not answer delays the others.
 const RETRY: Duration = Duration::from_secs(30);
 const RETRY_MAX: Duration = Duration::from_secs(3600);
-/// From so many pools on, small ones are put together.
+/// With more pools than this, the survey combines small ones.
 const POOLS_MANY: usize = 128;
 /// Passes from one survey to the next.
 const SURVEY: u64 = 6;
@@ -38,7 +38,7 @@ pub(super) struct Domain {
     guests: BTreeMap<String, Guest>,
     failed: HashMap<String, Failed>,
     passes: u64,
-    /// What failed in a pass.
+    /// Failures of this pass.
     said: Vec<String>,
 }
 
@@ -69,7 +69,7 @@ impl Domain {
         }
     }
 
-    /// One look at the guests that live now, and what follows from it. Returns also what failed.
+    /// One pass. Returns its report and its failures.
     pub(super) fn pass(&mut self, targets: Vec<Target>) -> (MergeReport, Vec<String>) {
         self.refresh(targets);
         self.passes += 1;
@@ -82,7 +82,7 @@ impl Domain {
             self.survey(&mut failed);
         }
         for (name, error) in failed {
-            // One that has ended is no failure.
+            // The end of a guest is no failure.
             let guest = self.guests.remove(&name);
             if guest.is_some_and(|guest| self.proc.join(guest.pid.to_string()).exists()) {
                 self.fail(name, &error);
@@ -92,7 +92,7 @@ impl Domain {
         (report, std::mem::take(&mut self.said))
     }
 
-    /// What guests and pools have now.
+    /// Present figures of guests and pools.
     pub(super) fn report(&self) -> MergeReport {
         let guests = self.guests.iter().map(|(name, guest)| (name.clone(), guest.merging));
         let guests = guests.collect();
@@ -113,7 +113,7 @@ impl Domain {
         self.pools.retain_living(lives);
         self.images.retain_living(lives);
         let now = Instant::now();
-        // One that was well for as long as it had waited begins anew.
+        // A guest without errors for as long as it last waited starts again with `RETRY`.
         self.failed.retain(|name, it| pids.contains_key(&**name) && now < it.until + it.waits);
         for target in targets {
             let waits = self.failed.get(&target.name).is_some_and(|it| now < it.until);
@@ -127,11 +127,11 @@ impl Domain {
         }
     }
 
-    /// Merges what has stayed as it was: pages hashed, and pages of new pools.
+    /// Merges unchanged pages. Returns the numbers of hashed pages and of pages in new pools.
     fn merge(&mut self, failed: &mut Errors) -> io::Result<(u64, u64)> {
         let (policy, zeros) = (self.policy, self.zeros);
         let hashed = self.look_and_hash(failed);
-        // Nothing new is known of any guest.
+        // The plan would be that of the last pass.
         if hashed == 0 {
             return Ok((0, 0));
         }
@@ -174,7 +174,8 @@ impl Domain {
             for run in new.chunk_by(is_next) {
                 let content = &mut content[number * PAGE..(number + run.len()) * PAGE];
                 let (guest, page) = run[0];
-                // A guest that has ended, or has discarded it: zeros are as good a content as any.
+                // The guest has ended or discarded the page. The shims compare, so any content is
+                // safe.
                 if guests[guest].pages.read(page, content).is_err() {
                     content.fill(0);
                 }
@@ -202,14 +203,15 @@ impl Domain {
         hashed
     }
 
-    /// Gives pools up that nobody maps, and makes merged pages the guests' own again where that is better.
+    /// Gives up unused pools, and converts pages of wasted pools and pages that guests have written
+    /// to.
     fn survey(&mut self, failed: &mut Errors) {
         let mut used = Used::new();
         let mut surveys = Vec::new();
         for (name, guest) in &mut self.guests {
             match guest.survey(&self.pools, &mut used) {
                 Ok(survey) => surveys.push((name, guest, survey)),
-                // It may map any pool.
+                // It may use any pool.
                 Err(error) => return failed.push((name.clone(), error)),
             }
         }
@@ -217,7 +219,7 @@ impl Domain {
         let can_all = surveys.iter().all(|(_, guest, _)| guest.can_convert());
         let is_wasted =
             |inode: u64| can_all && used.get(&inode).is_some_and(|it| it.is_wasted(many));
-        // Or their pages would come back to them.
+        // Otherwise the converted pages would be merged with the same pool again.
         self.pools.retire(is_wasted);
         for (name, guest, survey) in &mut surveys {
             if let Err(error) = guest.convert(survey, &is_wasted, self.policy.run_min) {
@@ -234,7 +236,7 @@ impl Domain {
     }
 }
 
-/// Does work on so many threads.
+/// Does all work on several threads.
 fn on_threads<T: Send>(
     threads: usize,
     work: Vec<T>,

@@ -1,7 +1,7 @@
-//! Pages of images, which guests have in their own memory, too: copies of files that they have changed
-//! the owner of, say. The file of the pack or segment takes their place, as a pool would.
+//! Pages of images that guests also have in their own memory, such as copies of files whose owner
+//! they changed. The merger maps the pack or segment in their place, like a pool.
 //!
-//! Only pages in the page cache count: guests use those, and no other one is read for it.
+//! Only pages in the host's page cache are compared, so that comparing reads nothing from disk.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -17,7 +17,7 @@ use super::plan::{Hash, Slot, Slots, contents};
 use super::pool::IMAGES;
 use super::scan::hash_of;
 
-/// Pages of all images of a trust domain together: tables have some 40 bytes for each.
+/// Most pages of all images of a trust domain. Tables take some 40 bytes for each.
 const PAGES_MAX: usize = 1 << 20;
 /// Pages that are read at once.
 const READ_PAGES: usize = 64;
@@ -27,8 +27,8 @@ const READ_PAGES: usize = 64;
 pub(super) struct Image {
     pub(super) file: File,
     pub(super) pages: u32,
-    /// By device and inode, of which mappings tell the second.
-    pub(super) inode: (u64, u64),
+    /// Device and inode.
+    id: (u64, u64),
     hashes: Vec<Hash>,
     /// Processes whose guests have it.
     users: HashSet<u32>,
@@ -37,16 +37,15 @@ pub(super) struct Image {
 /// The images of a trust domain.
 #[derive(Debug, Default)]
 pub(super) struct Images {
-    /// By number, which is no pool's.
+    /// By number, which differs from all numbers of pools.
     pub(super) images: BTreeMap<u32, Image>,
-    /// Where contents are.
+    /// Slots of contents.
     pub(super) slots: Slots,
     next: u32,
 }
 
 impl Images {
-    /// Adds a file that a process has mapped as a part of its guest's image, if nobody can change it: what
-    /// takes a page's place must stay as it is. Shims refuse others.
+    /// Adds a file of a guest's image if nobody can change it. Shims refuse other files.
     pub(super) fn add(&mut self, file: File, pid: u32) -> io::Result<()> {
         let found = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
         let never_changes = StatxAttributes::IMMUTABLE | StatxAttributes::VERITY;
@@ -58,8 +57,8 @@ impl Images {
 
     fn keep(&mut self, file: File, pid: u32) -> io::Result<()> {
         let stat = file.metadata()?;
-        let inode = (stat.dev(), stat.ino());
-        if let Some(known) = self.images.values_mut().find(|image| image.inode == inode) {
+        let id = (stat.dev(), stat.ino());
+        if let Some(known) = self.images.values_mut().find(|image| image.id == id) {
             known.users.insert(pid);
             return Ok(());
         }
@@ -70,14 +69,14 @@ impl Images {
         }
         let hashes = vec![None; pages];
         let pages = u32::try_from(pages).map_err(io::Error::other)?;
-        let image = Image { file, pages, inode, hashes, users: [pid].into() };
+        let image = Image { file, pages, id, hashes, users: [pid].into() };
         self.images.insert(IMAGES + self.next, image);
-        // Numbers are not used again: a shim may have a file under one still.
+        // Numbers are not reused: a shim may still have a file under an old one.
         self.next += 1;
         Ok(())
     }
 
-    /// Hashes pages that have come to the page cache.
+    /// Hashes pages that are new in the page cache.
     pub(super) fn look(&mut self, zeros: NonZeroU64) -> io::Result<()> {
         for (number, image) in &mut self.images {
             if image.hash()? == 0 {
@@ -92,7 +91,7 @@ impl Images {
         Ok(())
     }
 
-    /// Drops files that only processes had that have ended.
+    /// Drops files whose processes have all ended.
     pub(super) fn retain_living(&mut self, lives: impl Fn(u32) -> bool) {
         for image in self.images.values_mut() {
             image.users.retain(|pid| lives(*pid));
@@ -107,7 +106,7 @@ impl Images {
 }
 
 impl Image {
-    /// Hashes resident pages that have no hash yet; how many.
+    /// Hashes resident pages that have no hash yet. Returns their number.
     fn hash(&mut self) -> io::Result<usize> {
         let resident = Resident::of(&self.file, u64::from(self.pages) * PAGE as u64)?;
         let is_due =

@@ -1,16 +1,16 @@
 //! The merger: pages that guests of a trust domain have in common are in memory once.
 //!
 //! ```text
-//! look    which pages were not written to since the last look (PAGEMAP_SCAN, write-protecting)
-//! hash    those that stayed for a whole period, on several threads
-//! plan    which are the same: longest runs first; their contents go to sealed pools
+//! look    finds pages that were written to since the last look, and write-protects them (PAGEMAP_SCAN)
+//! hash    hashes pages that were not written to for a whole period, on several threads
+//! plan    finds equal pages, the longest runs first; copies one of each into a sealed pool
 //! merge   the shim of each VMM compares again, and maps the pool (crate shim)
-//! survey  now and then: what is mapped of pools still, and what of it was written to since
+//! survey  now and then: finds unused pools, and merged pages that guests have written to
 //! ```
 //!
-//! A period lies between two looks. The recycler goes first: what a guest has freed need not be
-//! merged. Nothing crosses trust domains: each has its own pools and its own plan. A pass over guests
-//! that stay as they are ends with the look.
+//! A period lies between two looks. The recycler goes first: freed pages need not be merged.
+//! Nothing crosses trust domains: each has its own pools, plan and thread. A pass in which no page
+//! was hashed ends after the second step.
 
 mod domain;
 mod guest;
@@ -34,10 +34,11 @@ use cofolio_shim::protocol;
 
 use self::domain::Domain;
 pub use self::guest::Merging;
-use super::{Started, VmRecord, VmStatus, socket};
+use super::{VmRecord, VmStatus, socket};
 use crate::run_dir::RunDir;
 
-/// A pass of a trust domain that takes longer goes on by itself.
+/// The merger waits this long for the pass of a trust domain. A longer pass continues on its
+/// thread.
 const PASS_MAX: Duration = Duration::from_secs(20);
 
 /// Bounds of merging.
@@ -45,13 +46,13 @@ const PASS_MAX: Duration = Duration::from_secs(20);
 pub struct MergePolicy {
     /// From one look to the next.
     pub period: Duration,
-    /// Least pages of a run that is worth a mapping.
+    /// Shortest run of pages that is worth a mapping.
     pub run_min: usize,
     /// Merge blocks of 2 MiB as a whole, or not at all: huge pages stay huge.
     pub blocks: bool,
     /// Threads that hash and that wait for shims.
     pub threads: usize,
-    /// Processors that all of its threads take together at most, on average.
+    /// Most processors that all threads together use on average.
     pub share: f64,
 }
 
@@ -76,8 +77,6 @@ pub struct Target {
     pub dir: PathBuf,
     /// Memory of the guest in bytes.
     pub memory_bytes: u64,
-    /// Digests, in hex, of the files of its image, which the VMM has mapped.
-    pub image: Vec<String>,
 }
 
 /// The virtual machines of a run directory that can be merged.
@@ -85,14 +84,12 @@ pub fn targets(run: &RunDir) -> Vec<Target> {
     let mut unreadable = Vec::new();
     let list = super::list(run, &mut unreadable).unwrap_or_default();
     let target = |status: VmStatus| {
-        // No shim is in the VMM of an attached one.
-        let Started { pack, segments, .. } = status.record.started().ok()?;
-        let image = [pack].into_iter().chain(segments).map(ToString::to_string).collect();
         let VmRecord { name, domain, memory_bytes, .. } = status.record;
         let dir = run.path().join("vms").join(&name);
+        // Only a VMM with the shim has it.
         let is_merged = dir.join("merge").exists();
         let pid = status.pid.filter(|_| is_merged)?;
-        Some(Target { name, domain, pid, dir, memory_bytes, image })
+        Some(Target { name, domain, pid, dir, memory_bytes })
     };
     list.into_iter().filter_map(target).collect()
 }
@@ -123,11 +120,11 @@ pub struct Merger {
     domains: BTreeMap<String, Slot>,
 }
 
-/// A trust domain, and who has it.
+/// A trust domain between two passes, or in one.
 #[derive(Debug)]
 enum Slot {
     Idle(Box<Domain>),
-    /// A thread that does not end, and what the domain's last pass did.
+    /// A thread has it. With the report of its last pass.
     Busy(Receiver<Passed>, MergeReport),
 }
 
@@ -139,7 +136,7 @@ struct Passed {
     said: Vec<String>,
 }
 
-/// What a pass did.
+/// Result of a pass.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MergeReport {
     /// Pages that were hashed.
@@ -150,7 +147,7 @@ pub struct MergeReport {
     pub pool_bytes: u64,
     /// By name of the guest, since the merger has begun.
     pub guests: HashMap<String, Merging>,
-    /// No pass before so much time is over, so that the bounds are kept.
+    /// Time until the next pass: the period, or longer to stay within [`MergePolicy::share`].
     pub wait: Duration,
 }
 
@@ -165,7 +162,7 @@ impl Merger {
         self.policy
     }
 
-    /// One look at the guests that live now, and what follows from it. `log` gets what fails.
+    /// Merges pages of these guests. `log` receives failures.
     pub fn pass(&mut self, targets: Vec<Target>, log: &dyn Fn(&str)) -> MergeReport {
         let began = Instant::now();
         let mut by_domain: BTreeMap<String, Vec<Target>> = BTreeMap::new();
@@ -189,7 +186,7 @@ impl Merger {
                 self.domains.insert(name, slot);
             }
         }
-        // As if all threads had been busy all the time, and the shims with them.
+        // Counts all threads as busy the whole time, which includes the time of the shims.
         let used = began.elapsed().mul_f64(self.policy.threads as f64);
         let rest = used.div_f64(self.policy.share.max(0.001)).saturating_sub(began.elapsed());
         report.wait = rest.max(self.policy.period.saturating_sub(began.elapsed()));
@@ -198,8 +195,8 @@ impl Merger {
 }
 
 impl Slot {
-    /// One pass of a trust domain, and what it did. It has a thread of its own: whoever has broken into a VMM
-    /// can keep a thread that reads its memory waiting for ever, and must not keep other domains waiting.
+    /// One pass of a trust domain, on a thread of its own: a VMM can block a thread that reads its
+    /// memory for as long as it lives, and must not block other domains.
     fn pass(
         self,
         name: &str,
@@ -215,7 +212,7 @@ impl Slot {
                     passed.domain
                 }
                 Err(TryRecvError::Empty) => return (Self::Busy(thread, last.clone()), last),
-                // It has panicked. The pools are in the shims.
+                // It has panicked. The new domain adopts the pools from the shims.
                 Err(TryRecvError::Disconnected) => Box::new(Domain::new(policy)),
             },
         };

@@ -1,4 +1,4 @@
-//! Which pages of guests to merge, and where their content goes in pools: decides from hashes alone.
+//! Plans which pages of guests to merge, and the layout of new pools. Works on hashes alone.
 //!
 //! ```text
 //! hashes of guest a   1 2 3 4 5 0 0 9     0: zeros, not to be merged: none
@@ -7,11 +7,12 @@
 //! runs                a: 1..5 ─▶ pool 0..4, 5..7 ─▶ zeros;  b: 1..5 ─▶ pool 0..4, 6..8 ─▶ zeros
 //! ```
 //!
-//! A run is a mapping, and mappings are few: so only runs of some length count, but for zeros, which
-//! take none. Content lies in a pool in the order of the first guest that has it. Equal pages one
-//! behind the other lie there so as well, up to [`COPIES`]: otherwise each would be a run.
+//! Each run takes a mapping, and a process has few. So short runs are left out, except runs of
+//! zeros, which take no mapping. A pool has contents in the order of the first guest with them. Up
+//! to [`COPIES`] consecutive equal pages lie in the pool as often as in the guest: otherwise each
+//! would be a run.
 //!
-//! Tables have some eight bytes for each page with a hash, and more only for contents that come twice.
+//! Tables take some eight bytes for each page with a hash, and more only for repeated contents.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -23,22 +24,22 @@ use cofolio_shim::protocol::RUN_PAGES_MAX;
 
 use super::pool::IMAGES;
 
-/// Of the same content one behind the other a pool has up to so many copies.
+/// Most consecutive copies of one content in a pool.
 const COPIES: u64 = 64;
 /// Tells copies apart.
 const COPY: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Pages of a huge page.
 const BLOCK_PAGES: usize = 512;
 
-/// The hash of a page's content: none if it must not be merged now. There is one for each page of each
-/// guest, in eight bytes.
+/// Hash of a page's content; none if the page must not be merged now. Takes eight bytes for each
+/// page of each guest.
 pub(super) type Hash = Option<NonZeroU64>;
 
-/// A content, and which of several equal ones in a row it is: made of both. Two that are the same by
-/// chance end in a comparison that fails.
+/// Identifies a content and its position among consecutive equal pages, both hashed into one
+/// number. If two differ and the numbers are equal, the shim's comparison fails.
 pub(super) type Content = NonZeroU64;
 
-/// The contents of pages one behind the other.
+/// The contents of consecutive pages.
 pub(super) fn contents(hashes: &[Hash]) -> impl Iterator<Item = Option<Content>> {
     let (mut last, mut copy) = (None, 0_u64);
     hashes.iter().map(move |hash| {
@@ -49,7 +50,7 @@ pub(super) fn contents(hashes: &[Hash]) -> impl Iterator<Item = Option<Content>>
     })
 }
 
-/// A hasher of hashes.
+/// Hasher for keys that are hashes already.
 #[derive(Debug, Default)]
 pub(super) struct Identity(u64);
 
@@ -68,22 +69,22 @@ impl Hasher for Identity {
 }
 
 type Contents = HashSet<Content, BuildHasherDefault<Identity>>;
-/// Where contents are.
+/// Slots of contents.
 pub(super) type Slots = HashMap<Content, Slot, BuildHasherDefault<Identity>>;
 
-/// A page of a pool.
+/// A page of a pool or an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slot {
     pub(super) pool: u32,
     pub(super) page: u32,
 }
 
-/// Where a run's content is.
+/// Source of a run's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
-    /// In a pool, from this slot on.
+    /// Consecutive pages of a pool or an image, beginning with this one.
     Slot(Slot),
-    /// Nowhere.
+    /// The kernel's page of zeros.
     Zeros,
 }
 
@@ -98,23 +99,23 @@ pub(super) struct PlannedRun {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Input<'g> {
     pub(super) hashes: &'g [Hash],
-    /// Runs of pools that it may have more.
+    /// Most runs of pools and images that it may get.
     pub(super) runs_max: usize,
 }
 
-/// What to do.
+/// A plan.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// New contents of pools, in the order of their slots: a guest, and a page of it.
+    /// Sources of new pools in the order of their slots: number of the guest, and its page.
     pub(super) new: Vec<(usize, usize)>,
-    /// By guest: zeros, then the longest first.
+    /// By guest: runs of zeros, then the others by length, the longest first.
     pub(super) runs: Vec<Vec<PlannedRun>>,
 }
 
 /// Bounds of a plan.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
-    /// Least pages of a run in a pool.
+    /// Shortest run in a pool.
     pub(super) run_min: usize,
     /// Merge blocks of 2 MiB as a whole, or not at all.
     pub(super) blocks: bool,
@@ -124,8 +125,8 @@ pub(super) struct Bounds {
     pub(super) pool_pages: usize,
 }
 
-/// Plans for the guests of one trust domain, which have these pools and images; new contents go to pools
-/// from the number `next` on.
+/// Plans for the guests of one trust domain with these pools and images. New contents go to pools
+/// whose numbers begin with `next`.
 pub(super) fn plan(
     guests: &[Input<'_>],
     pools: &Slots,
@@ -138,7 +139,8 @@ pub(super) fn plan(
     let layout = Layout { guests, stretches: &stretches, pools, images, next, bounds };
     let all = stretches.iter().flatten().flat_map(|stretch| &stretch.contents);
     let twice = twice(all.filter(|content| **content != bounds.zeros));
-    // What is in runs that are long enough in the first plan has users; the rest is left out.
+    // The second plan leaves out contents that fewer than two long enough runs of the first one
+    // have.
     let first = layout.lay_out(&twice);
     let used = first.runs.iter().zip(&stretches).flat_map(|(runs, stretches)| {
         let of_pools = runs.iter().filter(|run| run.source != Source::Zeros);
@@ -147,14 +149,14 @@ pub(super) fn plan(
     layout.lay_out(&self::twice(used))
 }
 
-/// Pages one behind the other that have a hash.
+/// Consecutive pages with a hash.
 #[derive(Debug)]
 struct Stretch {
     first: usize,
     contents: Vec<Content>,
 }
 
-/// The stretches of a guest's pages. All zeros are one content.
+/// The stretches of a guest's pages. All pages of zeros have the same content.
 fn stretches(hashes: &[Hash], zeros: NonZeroU64) -> Vec<Stretch> {
     let mut all = Vec::new();
     let mut page = 0;
@@ -179,14 +181,14 @@ fn contents_of<'s>(stretches: &'s [Stretch], pages: &Range<usize>) -> &'s [Conte
     stretch.map_or(&[], |it| &it.contents[pages.start - it.first..pages.end - it.first])
 }
 
-/// Contents that come more than once.
+/// Contents that are repeated.
 fn twice<'c>(contents: impl Iterator<Item = &'c Content>) -> Contents {
     let mut all: Vec<Content> = contents.copied().collect();
     all.sort_unstable();
     all.chunk_by(|a, b| a == b).filter(|equal| equal.len() > 1).map(|equal| equal[0]).collect()
 }
 
-/// What a plan is made of.
+/// Input of a plan.
 struct Layout<'l> {
     guests: &'l [Input<'l>],
     stretches: &'l [Vec<Stretch>],
@@ -196,7 +198,7 @@ struct Layout<'l> {
     bounds: &'l Bounds,
 }
 
-/// New contents, and where they go.
+/// New contents and their slots.
 struct New<'n> {
     /// Contents that may be new.
     twice: &'n Contents,
@@ -205,9 +207,12 @@ struct New<'n> {
 }
 
 impl Layout<'_> {
-    /// Runs of contents that come `twice`, or that pools or images have, with new slots for those that have
-    /// none. An image's pages rarely lie in a guest as they do in the file: kernels give pages to a file from
-    /// the highest address down. So what comes twice goes to a pool, where it lies as in the guest.
+    /// Runs of contents that are in `twice`, in pools or in images. Contents without a slot get
+    /// one.
+    ///
+    /// Repeated contents go to a pool even if an image has them: a pool has the guest's order.
+    /// Pages of an image lie in other orders in a guest, since kernels allocate a file's pages from
+    /// the top down.
     fn lay_out(&self, twice: &Contents) -> Plan {
         let is_wanted = |content: &Content| {
             let is_known = self.pools.contains_key(content) || self.images.contains_key(content);
@@ -233,7 +238,7 @@ impl Layout<'_> {
                     }
                 }
             }
-            // Zeros first: they take no mapping.
+            // Zeros come first: they take no mapping.
             runs.sort_by_key(|run| (run.source != Source::Zeros, Reverse(run.pages.len())));
             let zeros = runs.partition_point(|run| run.source == Source::Zeros);
             runs.truncate(zeros.saturating_add(input.runs_max));
@@ -264,7 +269,7 @@ impl Layout<'_> {
                 continue;
             }
             let count = rest.iter().take_while(|it| **it != zeros && is_wanted(it)).count();
-            // Only what is in a part that is long enough gets a slot.
+            // Contents of short parts get no slot.
             if count >= self.bounds.run_min {
                 let slots = rest[..count].iter().zip(page..);
                 let slots = slots.map(|(content, page)| self.slot(content, (guest, page), new));
@@ -275,7 +280,7 @@ impl Layout<'_> {
         }
     }
 
-    /// Where a content is, or goes: a page of a guest.
+    /// The slot of a content, a new one if necessary. `from` is a guest's page with this content.
     fn slot(&self, content: &Content, from: (usize, usize), new: &mut New<'_>) -> Slot {
         let of_image = || self.images.get(content).filter(|_| !new.twice.contains(content));
         if let Some(known) = self.pools.get(content).or_else(of_image) {
@@ -292,8 +297,8 @@ impl Layout<'_> {
         })
     }
 
-    /// Cuts pages from one on where their slots do not go on; keeps what is long enough, and all pages of
-    /// images: there are enough of them one behind the other, though not as in the file.
+    /// Divides pages into runs with consecutive slots. Drops short runs, but keeps all pages of
+    /// images: enough of them are consecutive in the guest, though not in the file.
     fn cut(&self, first: usize, slots: &[Slot], runs: &mut Vec<PlannedRun>) {
         let goes_on =
             |a: &Slot, b: &Slot| a.pool == b.pool && a.page.checked_add(1) == Some(b.page);
@@ -394,7 +399,7 @@ mod tests {
         let a = hashes([1, 2, 3, 4, 0, 11, 12, 13, 14, 15]);
         let guests = [Input { hashes: &a, runs_max: 1 }, Input { hashes: &a, runs_max: 9 }];
         let plan = plan(&guests, &Slots::default(), &Slots::default(), 0, &BOUNDS);
-        // Nobody else has what is left out then.
+        // Then no second guest uses the contents that the first one leaves out.
         assert_eq!(plan.new.len(), 5);
         assert_eq!(plan.runs[0], [run(4..5, Source::Zeros), run(5..10, slot(0, 0))]);
         assert_eq!(plan.runs[1], [run(4..5, Source::Zeros), run(5..10, slot(0, 0))]);
@@ -408,7 +413,7 @@ mod tests {
         let image: Slots = hashes(1..30).into_iter().flatten().zip(image).collect();
         let guests = [&a, &b].map(|hashes| Input { hashes, runs_max: usize::MAX });
         let plan = plan(&guests, &Slots::default(), &image, 0, &BOUNDS);
-        // What both guests have is one run of a pool.
+        // Contents of both guests become one run of a pool.
         assert_eq!(plan.new.len(), 9);
         assert_eq!(plan.runs[1], [run(0..9, slot(0, 0))]);
         assert_eq!(plan.runs[0][0], run(11..20, slot(0, 0)));

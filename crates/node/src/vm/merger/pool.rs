@@ -1,9 +1,10 @@
 //! Pools: sealed files in memory with one copy of each content that guests of a trust domain share.
 //!
-//! Nobody can write to a sealed one, root included, so what was compared stays what it was. A pool
-//! cannot lose single pages. So there are many small ones, and each goes when no guest maps it.
+//! Nobody, not even root, can write to a sealed pool, so a page that was compared stays the same. A
+//! pool cannot give up single pages. So pools are small, and a pool is dropped when no guest uses
+//! it.
 //!
-//! A merger that begins takes over the pools that it finds in VMMs: another one made them before.
+//! A new merger adopts the pools that an earlier one left in VMMs.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -30,7 +31,7 @@ pub(super) struct Pool {
     /// Open for reading: what guests get.
     pub(super) file: File,
     pub(super) pages: u32,
-    /// Number of its inode, by which mappings tell it.
+    /// Inode of the file. `/proc/PID/maps` identifies a pool by it.
     pub(super) inode: u64,
     /// Processes that have it.
     pub(super) users: HashSet<u32>,
@@ -41,7 +42,7 @@ pub(super) struct Pool {
 pub(super) struct Pools {
     /// By number.
     pub(super) pools: BTreeMap<u32, Pool>,
-    /// Where contents are.
+    /// Slots of contents.
     pub(super) slots: Slots,
     next: u32,
 }
@@ -57,8 +58,9 @@ impl Pools {
         self.pools.values().map(|pool| u64::from(pool.pages) * PAGE as u64).sum()
     }
 
-    /// Makes pools of so many new pages, with numbers from [`Pools::next`] on, on so many threads: `read`
-    /// fills in the pages from one of them on. Each thread has one pool in this process's memory.
+    /// Makes pools for a number of new pages. Their numbers begin with [`Pools::next`]. `read`
+    /// fills in pages, beginning with a given one. Each of the threads has one pool in this
+    /// process's memory.
     pub(super) fn add(
         &mut self,
         pages: usize,
@@ -73,7 +75,8 @@ impl Pools {
             while let Some((first, number)) = next(&parts) {
                 let content = &mut buffer[..POOL_PAGES.min(pages - first) * PAGE];
                 read(first, content);
-                // What has changed since it was hashed is as good a content as any other.
+                // A page may have changed since it was hashed. The shims compare, so any content is
+                // safe.
                 let hashes: Vec<_> = content.chunks(PAGE).map(|page| Some(hash_of(page))).collect();
                 lock(&made).push((number, sealed("cofolio-pool", content)?, hashes));
             }
@@ -103,9 +106,9 @@ impl Pools {
         Ok(())
     }
 
-    /// Takes over a pool that a process has under a number. Whether it could: it must be sealed, and the
-    /// number no other pool's. The process may have been broken into; what the file holds is no secret
-    /// to it, and others compare before they map it.
+    /// Adopts a pool that a process has under a number. Returns false if it is not sealed, or
+    /// another pool has the number. A hostile process can offer any content: shims compare before
+    /// they map it.
     pub(super) fn adopt(&mut self, number: u32, file: File, pid: u32) -> io::Result<bool> {
         let stat = file.metadata()?;
         if let Some(pool) = self.pools.get_mut(&number) {
@@ -128,7 +131,7 @@ impl Pools {
         Ok(true)
     }
 
-    /// Drops pools that only processes had that have ended.
+    /// Drops pools whose processes have all ended.
     pub(super) fn retain_living(&mut self, lives: impl Fn(u32) -> bool) {
         for pool in self.pools.values_mut() {
             pool.users.retain(|pid| lives(*pid));
@@ -136,13 +139,13 @@ impl Pools {
         self.take(|pool| pool.users.is_empty());
     }
 
-    /// No page becomes one of these pools any more.
+    /// Merges no more pages with these pools.
     pub(super) fn retire(&mut self, is_retired: impl Fn(u64) -> bool) {
         let is_one = |number| self.pools.get(&number).is_some_and(|pool| is_retired(pool.inode));
         self.slots.retain(|_, slot| !is_one(slot.pool));
     }
 
-    /// Takes pools out.
+    /// Removes pools, and returns them.
     pub(super) fn take(&mut self, is_taken: impl Fn(&Pool) -> bool) -> BTreeMap<u32, Pool> {
         let all = std::mem::take(&mut self.pools);
         let (taken, kept): (BTreeMap<_, _>, _) = all.into_iter().partition(|(_, it)| is_taken(it));
@@ -190,7 +193,7 @@ mod tests {
                 .collect()
         );
         assert_eq!(pools.pools[&7].users, [10, 11].into());
-        // Another one under the same number, one that can change, and one that is no pool.
+        // Another pool with the same number, a file that can change, and a device.
         let mut others = Pools::default();
         others.add(1, 1, |_, pages| pages.fill(6)).unwrap();
         assert!(!pools.adopt(7, others.pools[&0].file.try_clone().unwrap(), 12).unwrap());

@@ -1,14 +1,14 @@
-//! What is known of a guest's pages between two looks: which stay as they are, and their hashes.
+//! The pages of a guest: finds unchanged ones, and keeps their hashes.
 //!
 //! ```text
-//! written to before a look     young
-//! still as it was at the next  due: hashed, if it is private memory and not the page of zeros
-//! written to again             forgotten, and young
-//! changed while it was merged  volatile: left alone for some looks, for twice as many the next time
+//! state     cause                        next
+//! young     was written to               due at the next look, unless it is written to again
+//! due       not written to for a period  hashed, if it is private memory and not the page of zeros
+//! volatile  changed during its merging   ignored for some looks, and for twice as many the next time
 //! ```
 //!
-//! A look costs next to nothing where nothing was written to: the kernel passes over pages that are
-//! write-protected still, and all else is done for those alone that are due.
+//! A look at unchanged memory is cheap: the kernel skips pages that are still write-protected, and
+//! the other steps handle only pages that are due.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -24,7 +24,7 @@ use twox_hash::XxHash3_64;
 
 use super::plan::Hash;
 
-/// A page that changed while it was merged is left alone for so many looks at first, and at most.
+/// Looks during which a volatile page is ignored, at first and at most.
 const VOLATILE: u64 = 8;
 const VOLATILE_MAX: u64 = 512;
 /// Pages that are read at once.
@@ -41,7 +41,7 @@ pub(super) struct Pages {
     pagemap: File,
     memory: ProcessMemory,
     start: u64,
-    /// Of pages that stay as they are and are not merged.
+    /// Hashes of unchanged pages that are not merged.
     hashes: Vec<Hash>,
     looks: u64,
     young: Vec<Range<usize>>,
@@ -51,9 +51,9 @@ pub(super) struct Pages {
 
 #[derive(Debug)]
 struct Volatile {
-    /// No sooner than at this look.
+    /// Ignored up to this look.
     until: u64,
-    /// For so many looks.
+    /// Looks that it waits.
     wait: u64,
 }
 
@@ -73,11 +73,11 @@ impl Pages {
         })
     }
 
-    /// Looks which pages were written to since the last look, and write-protects them.
+    /// Finds pages that were written to since the last look, and write-protects them.
     pub(super) fn look(&mut self) -> io::Result<()> {
         self.looks += 1;
-        // Exactly this question the kernel answers fast. It leaves out what is mapped of a pool, and where
-        // no page ever was; a page that was discarded it finds once.
+        // The kernel has a fast path for exactly this query. The query skips mappings of pools and
+        // page tables that do not exist, and finds a discarded page once.
         let query = Query {
             mask: category::WRITTEN,
             returned: category::WRITTEN,
@@ -92,7 +92,7 @@ impl Pages {
         let stayed = without(&std::mem::replace(&mut self.young, written), &self.young);
         let mut due = self.leave_volatile(stayed);
         due.sort_unstable_by_key(|pages| pages.start);
-        // Reading what is not there would bring a page.
+        // Reading a page that is not present would allocate one.
         let query = Query {
             mask: category::PRESENT,
             inverted: category::ZERO | category::FILE,
@@ -123,7 +123,7 @@ impl Pages {
     /// Takes volatile pages out, and adds those whose time is over.
     fn leave_volatile(&mut self, pages: Vec<Range<usize>>) -> Vec<Range<usize>> {
         let now = self.looks;
-        // Remembered a while longer: one that changes again then waits for longer.
+        // Kept for a while: a page that changes again waits longer.
         self.volatile.retain(|_, it| now <= it.until + it.wait);
         let mut waiting: Vec<usize> = Vec::new();
         let mut due = Vec::new();
@@ -131,7 +131,7 @@ impl Pages {
             if now <= it.until {
                 waiting.push(*page);
             }
-            // Whether it stayed as it was until now is not known of one that was written to again.
+            // A page that was written to since the last look is not due yet.
             if now == it.until + 1 && self.hashes[*page].is_none() && !has(&self.young, *page) {
                 due.push(*page..*page + 1);
             }
@@ -144,12 +144,12 @@ impl Pages {
         pages
     }
 
-    /// How many pages are to be hashed.
+    /// Number of pages that are due.
     pub(super) fn due(&self) -> usize {
         self.due.iter().map(ExactSizeIterator::len).sum()
     }
 
-    /// The pages to be hashed, in parts that can be hashed apart from each other.
+    /// The pages that are due, in parts for several threads.
     pub(super) fn parts(&mut self, pages: usize) -> Vec<Part<'_>> {
         let (mut parts, mut rest, mut at) = (Vec::new(), &mut *self.hashes, 0);
         for due in std::mem::take(&mut self.due) {
@@ -166,12 +166,12 @@ impl Pages {
         parts
     }
 
-    /// The hashes of pages that have stayed as they are.
+    /// Hashes of unchanged pages that are not merged.
     pub(super) fn hashes(&self) -> &[Hash] {
         &self.hashes
     }
 
-    /// Fills `content` with what pages from this one on hold now.
+    /// Reads the present content of pages, beginning with this one.
     pub(super) fn read(&self, page: usize, content: &mut [u8]) -> io::Result<()> {
         self.memory.read_exact_at(content, self.start + (page * PAGE) as u64)
     }
@@ -204,7 +204,7 @@ fn has(ranges: &[Range<usize>], page: usize) -> bool {
 }
 
 /// Ranges less others, all in order.
-pub(super) fn without(ranges: &[Range<usize>], others: &[Range<usize>]) -> Vec<Range<usize>> {
+fn without(ranges: &[Range<usize>], others: &[Range<usize>]) -> Vec<Range<usize>> {
     let (mut left, mut next) = (Vec::new(), 0);
     for range in ranges {
         let mut start = range.start;

@@ -7,10 +7,9 @@ use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use cofolio_shim::message::{receive, send};
 use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, RUN_PAGES_MAX, Run, kind};
 use rustix::io::Errno;
-
-use crate::vm::socket::{receive_with, send_with};
 
 /// How long a shim may take for an answer. A run takes some milliseconds at most.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -49,11 +48,10 @@ impl Shim {
         }
         let until = Instant::now() + ANSWER;
         let one = |_| {
-            let mut head = [Head::default()];
             self.wait_until(until)?;
-            let file = receive_with(&self.socket, Plain::bytes_mut(&mut head))?;
+            let (head, file) = receive(&self.socket)?;
             let file = file.ok_or(io::ErrorKind::InvalidData)?;
-            Ok((head[0].argument, File::from(file)))
+            Ok((head.argument, File::from(file)))
         };
         let kept: Vec<(u32, File)> = (0..count).map(one).collect::<io::Result<_>>()?;
         self.pools.extend(kept.iter().map(|(number, _)| *number));
@@ -95,8 +93,8 @@ impl Shim {
         Ok(outcomes)
     }
 
-    /// Fills `bytes` with an answer. A timeout of the socket is one of each read, and a shim that sends a
-    /// byte now and then would hold the merger up for ever.
+    /// Fills `bytes` with an answer. A timeout of the socket is one of each read, and a shim that
+    /// sends a byte now and then would hold the merger up for ever.
     fn receive(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
         let until = Instant::now() + ANSWER;
         while !bytes.is_empty() {
@@ -119,11 +117,7 @@ impl Shim {
     }
 
     fn send(&mut self, head: Head, file: Option<&File>) -> io::Result<()> {
-        let heads = [head];
-        match file {
-            Some(file) => send_with(&self.socket, Plain::bytes(&heads), file.as_fd()),
-            None => self.socket.write_all(Plain::bytes(&heads)),
-        }
+        send(&self.socket, head, file.map(File::as_fd))
     }
 
     fn errno(&mut self) -> io::Result<()> {

@@ -153,7 +153,8 @@ impl Controller {
             last.filled = filled;
         }
         if returned < WORTH_MIN {
-            // In vain: the guest's free pages are not what the host holds, or its balloon gets none.
+            // In vain: the guest's free pages are not what the host holds, or its balloon gets
+            // none.
             self.pulsed = None;
             return self.back_off_longer(at);
         }
@@ -219,8 +220,8 @@ impl Waiting {
         }
     }
 
-    /// So many bytes wait now: the guest has freed more since `since`, or has taken some back. It takes
-    /// what it has freed last, and these were not returned.
+    /// So many bytes wait now: the guest has freed more since `since`, or has taken some back. It
+    /// takes what it has freed last, and these were not returned.
     fn set(&mut self, bytes: u64, since: Duration) {
         if bytes > self.bytes {
             let more = bytes - self.bytes;

@@ -1,4 +1,4 @@
-//! The host's side of a guest: what it holds of the guest's memory, and how busy the host is.
+//! The host's side of a guest: the guest's resident memory, and the load of the host.
 
 use std::fs;
 use std::io;
@@ -7,9 +7,11 @@ use std::path::{Path, PathBuf};
 use super::controller::Pressure;
 use crate::kernel_text;
 use crate::ledger::stalled_percent;
+use crate::processes::open_files;
 use crate::vm::ram::Ram;
 
-/// Pages of a guest's memory that have a content, in bytes. Others were never touched, or discarded.
+/// Pages of a guest's memory that have a content, in bytes. Others were never touched, or
+/// discarded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Filled {
     /// Those that the host holds for this guest alone.
@@ -27,13 +29,13 @@ impl Filled {
 
 /// The host's side of a guest.
 pub(super) trait Host: Send {
-    /// What of the guest's memory has a content, counted page by page.
+    /// Counts the guest's pages with a content one by one.
     ///
     /// # Errors
     /// Those of looking at the VMM's process.
     fn count(&mut self) -> io::Result<Filled>;
 
-    /// About the same, by a counter of the kernel's, which costs next to nothing; once it was counted.
+    /// Estimates the same from a cheap counter of the kernel, after the first count.
     ///
     /// # Errors
     /// Those of looking at the VMM's process.
@@ -52,7 +54,7 @@ pub(super) struct Vmm {
     proc: PathBuf,
     pid: u32,
     ram: Ram,
-    /// At the last count: what the kernel's counter said, what the guest had of it, and what it shared.
+    /// Figures of the last count: the kernel's counter, and the guest's pages.
     counted: u64,
     filled: Filled,
 }
@@ -95,11 +97,10 @@ impl Host for Vmm {
     }
 }
 
-/// Why memory cannot be taken from the guest of a process, by what that has open and locked.
+/// Reason why memory cannot be taken from the guest of this process, from its open files and locked
+/// memory.
 fn refusal(process: &Path) -> io::Result<Option<String>> {
-    let fds = fs::read_dir(process.join("fd"))?;
-    let open = fds.filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
-    for path in open {
+    for (_, path) in open_files(process)? {
         let name = path.to_string_lossy();
         if name.starts_with("/dev/vfio") || name.starts_with("/dev/iommu") {
             return Ok(Some("it has a device of the host, which may write to any page".to_owned()));
@@ -116,7 +117,7 @@ fn refusal(process: &Path) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// What the tasks of the host wait for; nothing where the kernel does not say it. `proc` is `/proc`.
+/// Pressure on the host; zero if the kernel does not report it. `proc` is `/proc`.
 pub(super) fn pressure(proc: &Path) -> Pressure {
     let some = |what: &str| {
         let text = fs::read_to_string(proc.join("pressure").join(what)).ok()?;

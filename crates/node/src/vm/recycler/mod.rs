@@ -99,7 +99,7 @@ pub struct RecyclerReport {
     pub latencies: Latencies,
 }
 
-/// What all threads have.
+/// Shared by all threads.
 #[derive(Debug)]
 struct Shared {
     policy: Policy,
@@ -121,7 +121,7 @@ struct Worker {
     done: Arc<Mutex<Option<Done>>>,
 }
 
-/// What a thread has done so far.
+/// Results of a thread so far.
 #[derive(Debug, Clone)]
 struct Done {
     recycling: Recycling,
@@ -173,8 +173,8 @@ impl Recycler {
         self.shared.policy
     }
 
-    /// Begins with new guests, forgets those that have ended, and looks how busy the host is. Returns
-    /// when it is to be called next. `log` gets what fails.
+    /// Begins with new guests, forgets those that have ended, and looks how busy the host is.
+    /// Returns when it is to be called next. `log` gets what fails.
     pub fn tick(&mut self, log: &(dyn Fn(&str) + Sync)) -> Duration {
         let before = own_time();
         let now = self.shared.began.elapsed();
@@ -188,8 +188,8 @@ impl Recycler {
         TICK
     }
 
-    /// Lets all balloons go, at the end. One whose VMM does not answer in time stays as it is, until
-    /// another recycler comes.
+    /// Lets all balloons go, at the end. One whose VMM does not answer in time stays as it is,
+    /// until another recycler comes.
     pub fn end(&mut self) {
         let workers: Vec<_> = self.workers.drain().map(|(_, worker)| worker).collect();
         for worker in &workers {
@@ -302,7 +302,8 @@ impl Recycler {
 }
 
 impl Shared {
-    /// Recycles the guest with this directory until its VMM fails, or the other end of `end` is dropped.
+    /// Recycles the guest with this directory until its VMM fails, or the other end of `end` is
+    /// dropped.
     fn recycle(
         &self,
         pid: u32,

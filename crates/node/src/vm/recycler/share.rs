@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// What is used is paid off before anybody works again: `used` takes `used / share` of the time.
+/// After using processor time, all threads pause: `used` takes `used / share` of wall time.
 #[derive(Debug)]
 pub(super) struct Share {
     share: f64,
@@ -16,12 +16,12 @@ impl Share {
         Self { share: share.max(0.001), paid: Mutex::default() }
     }
 
-    /// How long nobody may work.
+    /// Time until a thread may work again.
     pub(super) fn wait(&self, now: Duration) -> Duration {
         self.paid.lock().unwrap_or_else(PoisonError::into_inner).saturating_sub(now)
     }
 
-    /// Processor time that somebody has used.
+    /// Adds processor time that a thread has used.
     pub(super) fn charge(&self, now: Duration, used: Duration) {
         let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
         *paid = now.max(*paid) + used.div_f64(self.share);
@@ -50,7 +50,7 @@ mod tests {
         assert!((0.045..=0.0502).contains(&part), "{part}");
     }
 
-    /// What was not used is not saved up: after a quiet hour nobody takes a whole processor.
+    /// Unused time does not accumulate: after a quiet hour no thread gets a whole processor.
     #[test]
     fn a_step_is_paid_off_whenever_it_comes() {
         let share = Share::new(0.1);

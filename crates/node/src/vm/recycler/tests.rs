@@ -223,7 +223,8 @@ fn merged_pages_hide_no_freed_memory() {
     assert_eq!(recycling.pulses, 1);
     let returned = 400 * MIB - RESERVE..=400 * MIB;
     assert!(returned.contains(&recycling.returned_bytes), "{recycling:?}");
-    // The guest frees merged pages, too, and the balloon takes them: the host had no memory in them.
+    // The guest frees merged pages, too, and the balloon takes them: the host had no memory in
+    // them.
     {
         let mut world = it.world();
         (world.used, world.merged, world.held) = (100 * MIB, 0, 0);
@@ -445,7 +446,8 @@ fn plant(run: &RunDir, name: &str, memory: u64) -> (UnixListener, std::os::fd::O
     (UnixListener::bind(dir.join("recycle")).unwrap(), lock)
 }
 
-/// One thread served all guests. A VMM that was stopped held up the others for 10 s, again and again.
+/// One thread served all guests. A VMM that was stopped held up the others for 10 s, again and
+/// again.
 #[test]
 fn a_vmm_that_says_nothing_holds_up_no_other() {
     const RAM: usize = 64 << 20;

@@ -22,7 +22,7 @@ use self::qemu::QemuBalloon;
 use crate::vm::http::Api;
 use crate::vm::{VmRecord, Vmm, socket};
 
-/// What a guest says of its memory. It may lie: then it harms itself alone.
+/// Memory statistics of a guest. A guest that lies harms only itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::vm) struct GuestMemory {
     /// How long ago it said so, at most.
@@ -76,7 +76,7 @@ pub(in crate::vm) trait Balloon: Send + std::fmt::Debug {
     /// Those of the VMM's control protocol.
     fn actual(&mut self) -> io::Result<u64>;
 
-    /// Asks the guest to have so many bytes outside of its balloon.
+    /// Sets the guest's target size: memory outside of its balloon, in bytes.
     ///
     /// # Errors
     /// Those of the VMM's control protocol.

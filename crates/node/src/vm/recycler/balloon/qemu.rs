@@ -102,7 +102,7 @@ impl Balloon for QemuBalloon {
 fn guest_memory(said: &Value, now: SystemTime) -> Option<GuestMemory> {
     let seconds = said["last-update"].as_u64().filter(|seconds| *seconds > 0)?;
     let at = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds.min(u32::MAX.into()));
-    // What a guest does not say is -1, as an unsigned number.
+    // QEMU shows a missing figure as -1, unsigned.
     let figure = |name: &str| said["stats"][name].as_u64().filter(|it| *it < u64::MAX);
     // QEMU 7.2 knows only the first of these.
     let stalls = ["stat-swap-in", "stat-alloc-stalls", "stat-oom-kills"];
@@ -116,8 +116,8 @@ fn guest_memory(said: &Value, now: SystemTime) -> Option<GuestMemory> {
     })
 }
 
-/// What the features that the guest's driver has taken say against a pulse. Before it has begun, it has
-/// taken none, and says nothing of its memory either.
+/// What the features that the guest's driver has taken say against a pulse. Before it has begun, it
+/// has taken none, and says nothing of its memory either.
 fn refusal_of_features(status: &Value) -> Option<String> {
     let features = status["guest-features"]["dev-features"].as_array()?;
     // Linux takes it for page poisoning, and for init_on_free.
@@ -126,8 +126,8 @@ fn refusal_of_features(status: &Value) -> Option<String> {
     poisons.then(|| why.to_owned())
 }
 
-/// QEMU discards nothing while it is the target of a postcopy migration, runs a background snapshot, or
-/// replicates itself (COLO). It says which of these goes on only as a migration.
+/// QEMU discards nothing while it is the target of a postcopy migration, runs a background
+/// snapshot, or replicates itself (COLO). It says which of these goes on only as a migration.
 fn refusal_of_migration(migration: &Value) -> Option<String> {
     let status = migration["status"].as_str()?;
     let is_over = ["none", "completed", "cancelled", "failed"].contains(&status);
