@@ -103,7 +103,7 @@ impl Guests {
                 let (recycler, merger) = (lock(&self.recycler).clone(), lock(&self.merger).clone());
                 let besides = |name: &str| Besides {
                     recycling: recycler.guests.get(name).cloned(),
-                    merging: merger.guests.get(name).copied().unwrap_or_default(),
+                    merging: merger.guests.get(name).cloned().unwrap_or_default(),
                 };
                 let taken = accounts.take(&list, besides);
                 published.set_machines(VmReport {

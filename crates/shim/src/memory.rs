@@ -1,4 +1,4 @@
-//! The guest's memory: which of its pages are a pool's, and how they become that.
+//! The guest's memory: merges its pages with pools, and undoes it.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,12 +16,13 @@ pub(crate) struct Memory {
     start: usize,
     pages: usize,
     uffd: Uffd,
-    /// Where pages are compared. Nobody else knows the address.
+    /// Address at which pages are compared. Nobody else knows it.
     stash: usize,
-    /// A bit for each page: a pool is mapped there.
+    /// A bit for each page: whether a pool is mapped there.
     pooled: Vec<u64>,
     pools: HashMap<u32, Pool>,
-    /// Advice that was given for all of the memory (`MADV_HUGEPAGE`, …), which what is mapped gets too.
+    /// Advice that the VMM gave for all of the memory (`MADV_HUGEPAGE`, …). New mappings get it as
+    /// well.
     advice: Vec<i32>,
 }
 
@@ -33,10 +34,11 @@ struct Pool {
     pages: usize,
 }
 
-/// An address range, mapped anew.
+/// Makes a mapping.
 ///
 /// # Safety
-/// With `MAP_FIXED` in `flags`, whatever is at the address goes; no reference may exist to it.
+/// With `MAP_FIXED` in `flags` it replaces every mapping at its addresses; no reference to them may
+/// exist.
 unsafe fn map(
     address: usize,
     len: usize,
@@ -53,10 +55,10 @@ unsafe fn map(
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
 }
 
-/// madvise(2) itself: the symbol is ours.
+/// The system call. The symbol `madvise` is that of this library.
 ///
 /// # Safety
-/// As madvise(2): with `MADV_DONTNEED` nobody may rely on what is there.
+/// As madvise(2): with `MADV_DONTNEED` nobody may need the content.
 pub(crate) unsafe fn advise(address: usize, len: usize, advice: i32) -> i32 {
     // SAFETY: the caller's promise.
     let done = unsafe { libc::syscall(libc::SYS_madvise, address, len, advice) };
@@ -66,7 +68,7 @@ pub(crate) unsafe fn advise(address: usize, len: usize, advice: i32) -> i32 {
 const PRIVATE: i32 = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
 
 impl Memory {
-    /// Prepares the memory of a guest at an address: until the merger scans, nothing changes for it.
+    /// Prepares the memory of a guest. Nothing changes for the guest until the merger scans.
     pub(crate) fn new(start: usize, len: usize, advice: Vec<i32>) -> io::Result<Self> {
         let uffd = Uffd::moving()?;
         let size = RUN_PAGES_MAX * PAGE;
@@ -86,8 +88,8 @@ impl Memory {
         (self.start, self.pages * PAGE)
     }
 
-    /// Keeps a pool, or a file of an image. Nobody may be able to write to it, so that its content
-    /// is that of the comparison for ever: it is sealed, or immutable.
+    /// Keeps a pool, or a file of an image. Refuses files that somebody could write to after the
+    /// comparison: it must be sealed, or immutable.
     pub(crate) fn keep_pool(&mut self, number: u32, pages: usize, file: OwnedFd) -> io::Result<()> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         // SAFETY: zeros are a value of this struct of integers, which the call fills.
@@ -137,10 +139,10 @@ impl Memory {
             }
         };
         let (start, len) = (self.start + first * PAGE, count * PAGE);
-        // From here on whoever touches a page that is not there waits.
+        // From here on a thread that touches an absent page waits.
         if let Err(error) = self.uffd.register(start, len, MISSING | WRITE_PROTECT) {
-            // Of several mappings the first ones may be done, and whoever touches those would wait for
-            // ever. Ending it takes them in the same order, and needs no mapping more for them.
+            // The first of several mappings may be registered, and threads would wait there for
+            // ever. The kernel unregisters them in the same order, and splits none of them again.
             let _ = self.uffd.unregister(start, len);
             let _ = self.uffd.register(start, len, WRITE_PROTECT);
             outcome.errno = error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs();
@@ -171,11 +173,11 @@ impl Memory {
             }
             page = end;
         }
-        // Wakes whoever waits, and ends waiting. What is mapped of a pool has no registration: those
-        // who waited there are woken by address.
+        // Wakes threads that wait, and ends the waiting. Mappings of a pool are not registered:
+        // threads that waited there are woken by their address.
         let _ = self.uffd.wake(start, len);
         self.watch_again(first, count);
-        // SAFETY: what is left there are copies of pages that are mapped from the pool now.
+        // SAFETY: the pages that are left there are mapped from the pool now.
         unsafe { advise(self.stash, len, libc::MADV_DONTNEED) };
         outcome
     }
@@ -186,7 +188,8 @@ impl Memory {
         (fits && (1..=RUN_PAGES_MAX).contains(&count)).then_some((first, count))
     }
 
-    /// Whether no page of a range is a pool's: such pages are not anonymous memory, and cannot be moved.
+    /// Whether no page of a range is mapped from a pool. Such pages are not anonymous memory, and
+    /// cannot be moved.
     fn is_free(&self, (first, count): (usize, usize)) -> bool {
         !(first..first + count).any(|page| self.is_pooled(page))
     }
@@ -204,14 +207,14 @@ impl Memory {
         }
     }
 
-    /// Moves pages from an address to another, where nothing is: how many it has moved before the first
-    /// that cannot be moved, and why that one cannot.
+    /// Moves pages to another address, at which no page is. Returns the number of pages before the
+    /// first one that it cannot move, and the reason.
     fn move_pages(&self, to: usize, from: usize, count: usize) -> (usize, Option<i32>) {
         let (mut done, mut step, mut tries) = (0, count, 0);
         while done < count {
             let (at, len) = (done * PAGE, step.min(count - done) * PAGE);
-            // SAFETY: nobody has a reference to the guest's memory or to the stash: all of this crate
-            // uses addresses, and QEMU's accesses wait, as those of the guest do.
+            // SAFETY: nobody has a reference to the guest's memory or to the stash. This crate uses
+            // addresses only, and accesses of QEMU wait like those of the guest.
             let (bytes, error) = unsafe { self.uffd.move_pages(to + at, from + at, len) };
             done += bytes / PAGE;
             match error {
@@ -225,8 +228,8 @@ impl Memory {
         (done, None)
     }
 
-    /// Moves pages of a run to the stash; which were moved. One that is pinned, shared with a child, or
-    /// not there stays.
+    /// Moves pages of a run to the stash. Returns which were moved: not those that are pinned, shared
+    /// with a child, or absent.
     fn move_aside(&self, start: usize, count: usize) -> [bool; RUN_PAGES_MAX] {
         let mut moved = [false; RUN_PAGES_MAX];
         let mut page = 0;
@@ -239,10 +242,10 @@ impl Memory {
         moved
     }
 
-    /// Whether a page in the stash is as one of the pool, or zeros.
+    /// Whether a page in the stash equals this page of a pool, or is all zeros.
     fn is_equal(&self, page: usize, pool: Option<usize>) -> bool {
-        // SAFETY: the page was moved there, so it is mapped, and nobody else can write to it; the pool's
-        // is mapped for reading, and sealed.
+        // SAFETY: the page was moved there, so it is mapped, and nobody else can write to it. The
+        // pool's page is mapped for reading, and sealed.
         unsafe {
             let stash = std::slice::from_raw_parts((self.stash + page * PAGE) as *const u8, PAGE);
             match pool {
@@ -252,7 +255,8 @@ impl Memory {
         }
     }
 
-    /// Puts what was compared where pages were: the pool, or zeros. How many pages, and why not all.
+    /// Maps the pool or zeros in place of moved pages. Returns the number of pages, and the reason if
+    /// these are not all.
     fn put(
         &mut self,
         run: &Run,
@@ -276,7 +280,7 @@ impl Memory {
         let Some(pool) = self.pools.get(&run.pool) else { return (0, Some(libc::EINVAL)) };
         let offset = (run.pool_page as usize + pages.start) * PAGE;
         let flags = PRIVATE | libc::MAP_FIXED;
-        // SAFETY: the addresses are the guest's memory, and nothing is there: the pages are in the stash.
+        // SAFETY: the addresses are the guest's memory, and empty: the pages are in the stash.
         if let Err(error) = unsafe { map(start, len, true, flags, Some((&pool.file, offset))) } {
             return (0, Some(error.raw_os_error().unwrap_or(libc::EIO)));
         }
@@ -287,8 +291,8 @@ impl Memory {
         (count, None)
     }
 
-    /// Moves pages of a run back from the stash. The guest's memory is only whole after that, so it is
-    /// tried until it is done: the place is empty, and the kernel asks for nothing but patience.
+    /// Moves pages of a run back from the stash. The guest's memory is incomplete before that, so it
+    /// repeats until all are moved. The addresses are empty, so the kernel only ever asks to repeat.
     fn move_back(&self, start: usize, pages: std::ops::Range<usize>) {
         let mut page = pages.start;
         while page < pages.end {
@@ -297,7 +301,7 @@ impl Memory {
             page += done;
             match stopped {
                 None | Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {}
-                // A guest with a page of zeros where it had data must not go on.
+                // The guest must not go on with zeros in place of its data.
                 Some(errno) => {
                     eprintln!("cofolio-shim: cannot move a page back: errno {errno}");
                     std::process::abort();
@@ -306,7 +310,8 @@ impl Memory {
         }
     }
 
-    /// Ends waiting for pages of a range that are not a pool's, and has writes to them seen again.
+    /// Ends the waiting for pages of a range that are not mapped from a pool, and registers them again
+    /// so that the merger sees writes to them.
     fn watch_again(&self, first: usize, count: usize) {
         let mut page = first;
         while page < first + count {
@@ -317,8 +322,8 @@ impl Memory {
             }
             if !is_pooled {
                 let (start, len) = (self.start + page * PAGE, (end - page) * PAGE);
-                // The mappings have these ends already, so only want of memory can refuse it. A guest
-                // would wait for ever if it was given up.
+                // The mappings have these ends already, so the kernel refuses it only for want of
+                // memory. If the shim gave up, the guest would wait for ever.
                 while self.uffd.unregister(start, len).is_err() {
                     std::thread::sleep(std::time::Duration::from_millis(1));
                 }
@@ -329,11 +334,11 @@ impl Memory {
         }
     }
 
-    /// Makes pool pages that the guest has written to anonymous memory again, with their content.
-    /// Writers wait meanwhile.
+    /// Makes pages that are mapped from a pool anonymous memory again, with their content. Writers
+    /// wait meanwhile.
     ///
-    /// What was pinned before would be written to at its old place, so the merger asks for this only
-    /// where the VMM pins nothing.
+    /// A device would write to the old place of a page that it has pinned, so the merger asks for this
+    /// only where the VMM pins nothing.
     pub(crate) fn convert(&mut self, run: &Run) -> Outcome {
         let mut outcome = Outcome::default();
         let range = self.range(run);
@@ -364,8 +369,8 @@ impl Memory {
         unsafe { std::ptr::copy_nonoverlapping(start as *const u8, copy as *mut u8, len) };
         self.advise_as_before(copy, len);
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        // SAFETY: the copy takes the place of the guest's pages in one step, with the same content. Nobody
-        // has a reference to either.
+        // SAFETY: the copy replaces the guest's pages in one step, with the same content. Nobody has a
+        // reference to either.
         let moved =
             unsafe { libc::mremap(copy as *mut _, len, len, flags, start as *mut libc::c_void) };
         if moved == libc::MAP_FAILED {
@@ -387,8 +392,8 @@ impl Memory {
         }
     }
 
-    /// Discards what is at an address: pages of a pool become anonymous memory, which is zeros, and of
-    /// the others the kernel forgets the content.
+    /// Discards the content at these addresses. Mappings of pools become anonymous memory, so that
+    /// the guest reads zeros. The kernel discards the other pages.
     ///
     /// # Safety
     /// As `MADV_DONTNEED`.
@@ -409,10 +414,11 @@ impl Memory {
             }
             let (start, len) = (self.start + from * PAGE, (page - from) * PAGE);
             let flags = PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-            // SAFETY: the caller does not want what is there, and nobody has a reference to it.
+            // SAFETY: the caller does not need the content, and nobody has a reference to it.
             if unsafe { map(start, len, true, flags, None) }.is_err() {
-                // At the limit of mappings even this fails. They stay a pool's, and become zeros by hand.
-                // SAFETY: the guest's memory is mapped for writing, and its content is not wanted.
+                // At the limit of mappings even this fails. The pool stays mapped; writing makes the
+                // pages private.
+                // SAFETY: the guest's memory is mapped for writing, and its content is not needed.
                 unsafe { std::ptr::write_bytes(start as *mut u8, 0, len) };
                 is_refused = true;
                 continue;
@@ -425,7 +431,7 @@ impl Memory {
             // SAFETY: the caller's promise.
             return unsafe { advise(address, len, libc::MADV_DONTNEED) };
         }
-        // What is still a pool's would come back with the pool's content.
+        // Where a pool is still mapped, a discard would bring its content back.
         let mut failed = 0;
         for page in (first..last).filter(|page| !self.is_pooled(*page)) {
             // SAFETY: the caller's promise.

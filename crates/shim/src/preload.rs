@@ -13,11 +13,11 @@ static STATE: Mutex<State> = Mutex::new(State::Unknown);
 
 /// What is known of the guest's memory.
 enum State {
-    /// The VMM has not said which it is.
+    /// The VMM has not given advice about it yet.
     Unknown,
-    /// At this address, of this length. No merger has come yet.
+    /// At this address, of this length. No merger has connected yet.
     Found { start: usize, len: usize, advice: Vec<i32> },
-    /// It is merged.
+    /// Its pages can be merged.
     Ready(Memory),
 }
 
@@ -25,8 +25,8 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// madvise(2) of the VMM. The guest's memory is where the VMM gives advice about as many bytes as the
-/// guest has.
+/// madvise(2) of the VMM. The guest's memory is the first range with the guest's number of bytes that
+/// the VMM gives advice about.
 ///
 /// # Safety
 /// As madvise(2).
@@ -75,7 +75,7 @@ fn memory_len() -> Option<usize> {
     std::env::var(protocol::MEMORY).ok()?.parse().ok()
 }
 
-/// Begins to serve, on a thread without signals: those are the VMM's.
+/// Begins to serve, on a thread that blocks all signals: they are for the VMM.
 fn serve() -> io::Result<()> {
     let fd = std::env::var(protocol::SOCKET).ok().and_then(|fd| fd.parse::<i32>().ok());
     let fd = fd.ok_or(io::ErrorKind::NotFound)?;
@@ -106,7 +106,7 @@ fn serve() -> io::Result<()> {
     let thread = std::thread::Builder::new().name("cofolio-shim".to_owned());
     let spawned = thread.spawn(move || {
         for mut client in listener.incoming().flatten() {
-            // It may have been killed; the next one begins anew.
+            // A merger may be killed at any time; the next one begins anew.
             let _ = answer_all(&mut client);
         }
     });

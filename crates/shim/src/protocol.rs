@@ -1,33 +1,33 @@
-//! What merger and shim tell each other: structs of integers of this machine, through a socket.
+//! Messages of merger and shim: structs of integers of this machine, through a socket.
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
-/// Pages of the longest run. Whoever touches one waits until all are done.
+/// Pages of the longest run. A thread that touches one of them waits until all are merged.
 pub const RUN_PAGES_MAX: usize = 256;
 /// Runs of the longest request.
 pub const RUNS_MAX: usize = 4096;
-/// A pool's number that stands for zeros.
+/// The number in place of a pool's that means zeros.
 pub const ZEROS: u32 = u32::MAX;
 /// Variable with the number of a listening socket.
 pub const SOCKET: &str = "COFOLIO_SHIM_SOCKET";
 /// Variable with the bytes of the guest's memory.
 pub const MEMORY: &str = "COFOLIO_SHIM_MEMORY";
 
-/// What is asked for ([`Head::kind`]).
+/// Kinds of requests ([`Head::kind`]).
 pub mod kind {
-    /// Says where the guest's memory is; the answer is a [`super::Hello`].
+    /// Asks for the address of the guest's memory; the answer is a [`super::Hello`].
     pub const HELLO: u32 = 1;
     /// Keeps a pool: `argument` is its number, `count` its pages; a descriptor comes with it. The
     /// answer is an errno.
     pub const POOL: u32 = 2;
-    /// Gives up a pool's descriptor; its pages stay where they are mapped. The answer is an errno.
+    /// Gives up a pool's descriptor; mappings of the pool stay. The answer is an errno.
     pub const FORGET: u32 = 3;
     /// Merges `count` [`super::Run`]s, which follow. The answer is as many [`super::Outcome`]s.
     pub const MERGE: u32 = 4;
-    /// Makes `count` [`super::Run`]s of broken pool pages anonymous again. The answer is as many
+    /// Makes `count` [`super::Run`]s of merged pages anonymous memory again. The answer is as many
     /// [`super::Outcome`]s.
     pub const CONVERT: u32 = 5;
-    /// Says which pools are kept. The answer is a count, and for each a [`super::Head`] as for
+    /// Asks for all pools. The answer is their number, and for each a [`super::Head`] as for
     /// [`POOL`], with the descriptor.
     pub const POOLS: u32 = 6;
 }
@@ -36,9 +36,9 @@ pub mod kind {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Head {
-    /// What is asked for: one of [`kind`].
+    /// One of [`kind`].
     pub kind: u32,
-    /// How many of what follows.
+    /// Number of the structs that follow.
     pub count: u32,
     /// A pool's number.
     pub argument: u32,
@@ -46,7 +46,7 @@ pub struct Head {
     pub reserved: u32,
 }
 
-/// Where the guest's memory is.
+/// Address of the guest's memory.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Hello {
@@ -60,7 +60,7 @@ pub struct Hello {
     pub reserved: u32,
 }
 
-/// Pages of the guest's memory, one after the other, and of a pool.
+/// Consecutive pages of the guest's memory, and as many of a pool.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Run {
@@ -70,13 +70,13 @@ pub struct Run {
     pub pool: u32,
     /// Number of the first page in the pool.
     pub pool_page: u32,
-    /// How many, at most [`RUN_PAGES_MAX`].
+    /// Number of pages, at most [`RUN_PAGES_MAX`].
     pub pages: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// What came of a run.
+/// Outcome of a run.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Outcome {
@@ -84,7 +84,7 @@ pub struct Outcome {
     pub merged: [u64; RUN_PAGES_MAX / 64],
     /// Pages that had another content.
     pub changed: u16,
-    /// Pages that could not be moved: pinned, shared with a child, or not there.
+    /// Pages that could not be moved: pinned, shared with a child, or absent.
     pub busy: u16,
     /// Why pages could not be mapped, or 0: they were moved back.
     pub errno: u32,
@@ -98,7 +98,7 @@ const _: () = {
 };
 
 impl Outcome {
-    /// How many pages were merged.
+    /// Number of merged pages.
     pub fn count(&self) -> u32 {
         self.merged.iter().map(|word| word.count_ones()).sum()
     }
@@ -127,8 +127,8 @@ pub unsafe trait Plain: Copy + Default {
     }
 }
 
-// SAFETY: each is a struct of integers in the order of their sizes, and the sizes above leave no room
-// for padding.
+// SAFETY: each is a struct of integers in the order of their sizes. Their sizes, asserted above, leave
+// no room for padding.
 unsafe impl Plain for Head {}
 // SAFETY: as above.
 unsafe impl Plain for Hello {}

@@ -10,7 +10,7 @@ const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const FEATURE_MOVE: u64 = 1 << 16;
 
-/// Whoever touches a page that is not there waits.
+/// A thread that touches an absent page waits.
 pub(crate) const MISSING: u64 = 1 << 0;
 /// Pages can be write-protected.
 pub(crate) const WRITE_PROTECT: u64 = 1 << 1;
@@ -71,8 +71,8 @@ const UFFDIO_MOVE: u64 = request(false, 0x05, size_of::<Move>());
 const UFFDIO_WRITEPROTECT: u64 = request(false, 0x06, size_of::<Writeprotect>());
 const MODE_DONTWAKE: u64 = 1;
 
-/// A userfaultfd. Addresses and lengths are multiples of a page; ranges of the wrong kind are errors,
-/// so no call makes memory unsafe by itself. Moving pages does: see [`Uffd::move_pages`].
+/// A userfaultfd. Addresses and lengths are multiples of a page. The kernel refuses ranges of the wrong
+/// kind, so only [`Uffd::move_pages`] can make memory unsafe.
 #[derive(Debug)]
 pub(crate) struct Uffd(OwnedFd);
 
@@ -83,7 +83,7 @@ impl Uffd {
         Self::new(FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED | FEATURE_MOVE)
     }
 
-    /// One of which writers wait.
+    /// One for which writers wait.
     pub(crate) fn blocking() -> io::Result<Self> {
         Self::new(0)
     }
@@ -105,7 +105,7 @@ impl Uffd {
     }
 
     fn call<T>(&self, request: u64, argument: &mut T) -> io::Result<()> {
-        // SAFETY: each request is called with the struct that it takes, which lives through the call.
+        // SAFETY: the argument of each request is its struct, which lives through the call.
         let done =
             unsafe { libc::ioctl(self.0.as_raw_fd(), request as _, std::ptr::from_mut(argument)) };
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
@@ -116,7 +116,7 @@ impl Uffd {
         self.call(UFFDIO_REGISTER, &mut Register { range, mode, ioctls: 0 })
     }
 
-    /// Also wakes whoever waits there, and ends write protection.
+    /// Also wakes threads that wait there, and ends write protection.
     pub(crate) fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
         self.call(UFFDIO_UNREGISTER, &mut Range { start: start as u64, len: len as u64 })
     }
@@ -125,7 +125,8 @@ impl Uffd {
         self.call(UFFDIO_WAKE, &mut Range { start: start as u64, len: len as u64 })
     }
 
-    /// Puts the kernel's page of zeros where nothing is: how many bytes, and why not all.
+    /// Maps the kernel's page of zeros at empty addresses. Returns the number of bytes, and the reason
+    /// if these are not all.
     pub(crate) fn zero(&self, start: usize, len: usize) -> (usize, Option<i32>) {
         let range = Range { start: start as u64, len: len as u64 };
         let mut arg = Zeropage { range, mode: MODE_DONTWAKE, zeropage: 0 };
@@ -143,11 +144,11 @@ impl Uffd {
         self.call(UFFDIO_WRITEPROTECT, &mut Writeprotect { range, mode: 1 })
     }
 
-    /// Moves pages to where nothing is: how many bytes it has moved, and why it stopped if those are not
+    /// Moves pages to empty addresses. Returns the number of bytes, and the reason if these are not
     /// all. Wakes nobody.
     ///
     /// # Safety
-    /// No reference may exist to what is at either place.
+    /// No reference to either range may exist.
     pub(crate) unsafe fn move_pages(
         &self,
         to: usize,

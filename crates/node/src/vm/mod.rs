@@ -70,6 +70,7 @@ pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};
 pub use self::vmm::Vmm;
 use crate::container::pidfd;
+use crate::processes::{file_id, open_files};
 pub use crate::run_dir::running::State;
 use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock_ended, read_text};
 use crate::run_dir::{self, RunDir, RunDirError, read_json};
@@ -250,8 +251,8 @@ impl<'a> Machines<'a> {
         let signal = signal_number(&status.record.started()?.stop_signal);
         let dir = self.dir().join(name);
         let until = Instant::now() + patience;
-        // Before the question whether it lives: the number cannot be another one's then.
-        let vmm = status.pid.and_then(|pid| pidfd(pid).ok());
+        // Before the question whose it is: the number cannot be another one's then.
+        let vmm = status.pid.and_then(|pid| Some((pid, pidfd(pid).ok()?)));
         let asked = socket::connect(&dir, "control")
             .and_then(|mut control| Message::Signal(signal).write(&mut control));
         while asked.is_ok() && Instant::now() < until {
@@ -260,9 +261,7 @@ impl<'a> Machines<'a> {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        if let Some(vmm) = vmm
-            && is_locked(&dir)?
-        {
+        if let Some((_, vmm)) = vmm.filter(|(pid, _)| has_lock(*pid, &dir)) {
             let _ = pidfd_send_signal(vmm, Signal::KILL);
         }
         let until = Instant::now() + KILLED_PATIENCE;
@@ -390,6 +389,15 @@ fn vmm_pid(dir: &Path, vmm: Vmm) -> Option<u32> {
         Vmm::Qemu => read_text(&dir.join("pid"))?.trim().parse().ok(),
         _ => socket::peer(&socket::connect(dir, vmm.socket()).ok()?),
     }
+}
+
+/// Whether a process has the lock of a virtual machine, as its VMM does. QEMU wrote its process id
+/// itself, and could have written that of any process.
+fn has_lock(pid: u32, dir: &Path) -> bool {
+    let process = Path::new("/proc").join(pid.to_string());
+    let lock = file_id(&dir.join("lock"));
+    let open = open_files(&process).unwrap_or_default();
+    lock.is_some() && open.iter().any(|(link, _)| file_id(link) == lock)
 }
 
 /// Removes a directory, its record and lock last, so that after a crash it is still known.

@@ -212,6 +212,8 @@ fn shims_that_do_not_answer_are_dropped() {
     for name in names {
         let line = format!("virtual machine {name} is not merged: its shim does not answer\n");
         assert_eq!(merging.said().matches(&line).count(), 1, "{}", merging.said());
+        let refusal = report.guests[name].refusal.as_deref();
+        assert_eq!(refusal, Some("its shim does not answer"));
     }
     vmms.iter_mut().for_each(Vmm::check);
 }

@@ -81,6 +81,9 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         if let Some(why) = &it.recycling.refusal {
             context.ui.note(format!("{}: free memory is not taken: {why}", it.name));
         }
+        if let Some(why) = &it.merging.refusal {
+            context.ui.note(format!("{}: its pages are not merged: {why}", it.name));
+        }
     }
     if report.latency.bytes.iter().any(|bytes| *bytes > 0) {
         let Latency { p50_ms, p99_ms, .. } = report.latency;

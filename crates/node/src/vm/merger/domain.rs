@@ -14,7 +14,7 @@ use super::image::Images;
 use super::plan::{Bounds, Input, plan};
 use super::pool::{POOL_PAGES, Pools};
 use super::scan::hash_of;
-use super::{MergePolicy, MergeReport, Target, lock, next};
+use super::{MergePolicy, MergeReport, Merging, Target, lock, next};
 
 /// Pages of one piece of work of a hashing thread.
 const PART_PAGES: usize = 4096;
@@ -48,6 +48,7 @@ struct Failed {
     /// When it is tried again.
     until: Instant,
     waits: Duration,
+    why: String,
 }
 
 /// Guests, by name, and why they failed.
@@ -94,15 +95,20 @@ impl Domain {
 
     /// Present figures of guests and pools.
     pub(super) fn report(&self) -> MergeReport {
-        let guests = self.guests.iter().map(|(name, guest)| (name.clone(), guest.merging));
-        let guests = guests.collect();
+        let guests = self.guests.iter().map(|(name, guest)| (name.clone(), guest.merging.clone()));
+        let failed = self.failed.iter().filter(|(name, _)| !self.guests.contains_key(*name));
+        let refused = failed.map(|(name, it)| {
+            (name.clone(), Merging { refusal: Some(it.why.clone()), ..Merging::default() })
+        });
+        let guests = guests.chain(refused).collect();
         MergeReport { pool_bytes: self.pools.bytes(), guests, ..MergeReport::default() }
     }
 
     fn fail(&mut self, name: String, error: &io::Error) {
         self.said.push(format!("virtual machine {name} is not merged: {error}"));
         let waits = self.failed.get(&name).map_or(RETRY, |it| (it.waits * 2).min(RETRY_MAX));
-        self.failed.insert(name, Failed { until: Instant::now() + waits, waits });
+        let (until, why) = (Instant::now() + waits, error.to_string());
+        self.failed.insert(name, Failed { until, waits, why });
     }
 
     /// Begins with new guests, and forgets those that have ended.

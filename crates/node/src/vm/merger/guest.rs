@@ -53,7 +53,7 @@ pub(super) struct Guest {
 }
 
 /// Pages of a guest that were merged.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Merging {
     /// Pages that were mapped from a pool.
     pub pool_pages: u64,
@@ -71,6 +71,9 @@ pub struct Merging {
     pub converted_pages: u64,
     /// Runs that the kernel refused.
     pub refused_runs: u64,
+    /// Why its pages are not merged now, if so.
+    #[serde(default)]
+    pub refusal: Option<String>,
 }
 
 /// Pages of pools that guests use, by the inode of the pool's file.

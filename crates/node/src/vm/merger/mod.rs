@@ -145,7 +145,7 @@ pub struct MergeReport {
     pub new_pool_pages: u64,
     /// Bytes of all pools.
     pub pool_bytes: u64,
-    /// By name of the guest, since the merger has begun.
+    /// By name of the guest, since the merger has begun. Also guests that are not merged, and why.
     pub guests: HashMap<String, Merging>,
     /// Time until the next pass: the period, or longer to stay within [`MergePolicy::share`].
     pub wait: Duration,
