@@ -210,22 +210,11 @@ impl Memory {
     /// Moves pages to another address, at which no page is. Returns the number of pages before the
     /// first one that it cannot move, and the reason.
     fn move_pages(&self, to: usize, from: usize, count: usize) -> (usize, Option<i32>) {
-        let (mut done, mut step, mut tries) = (0, count, 0);
-        while done < count {
-            let (at, len) = (done * PAGE, step.min(count - done) * PAGE);
+        in_steps(count, libc::EINVAL, |at, len| {
             // SAFETY: nobody has a reference to the guest's memory or to the stash. This crate uses
             // addresses only, and accesses of QEMU wait like those of the guest.
-            let (bytes, error) = unsafe { self.uffd.move_pages(to + at, from + at, len) };
-            done += bytes / PAGE;
-            match error {
-                None => step = count,
-                Some(libc::EAGAIN) if tries < TRIES_MAX => tries += 1,
-                // The pages are in several mappings: the kernel takes those of one at a time.
-                Some(libc::EINVAL) if len > PAGE => step = (len / PAGE).div_ceil(2),
-                Some(errno) => return (done, Some(errno)),
-            }
-        }
-        (done, None)
+            unsafe { self.uffd.move_pages(to + at, from + at, len) }
+        })
     }
 
     /// Moves pages of a run to the stash. Returns which were moved: not those that are pinned, shared
@@ -266,16 +255,7 @@ impl Memory {
     ) -> (usize, Option<i32>) {
         let (start, len) = (self.start + (first + pages.start) * PAGE, pages.len() * PAGE);
         if !of_pool {
-            let mut done = 0;
-            for _ in 0..TRIES_MAX {
-                let (bytes, error) = self.uffd.zero(start + done, len - done);
-                done += bytes;
-                match error {
-                    Some(libc::EAGAIN) => {}
-                    error => return (done / PAGE, error),
-                }
-            }
-            return (done / PAGE, Some(libc::EAGAIN));
+            return in_steps(pages.len(), libc::ENOENT, |at, len| self.uffd.zero(start + at, len));
         }
         let Some(pool) = self.pools.get(&run.pool) else { return (0, Some(libc::EINVAL)) };
         let offset = (run.pool_page as usize + pages.start) * PAGE;
@@ -439,6 +419,30 @@ impl Memory {
         }
         failed
     }
+}
+
+/// Calls the kernel for `count` pages, until all are done. It takes pages of one mapping at a time, and
+/// `several` is its error for others. `call` gets the offset of the first page and a length, in bytes,
+/// and returns the bytes that it has done and its error. Returns the number of pages before the first
+/// one that is refused, and the error.
+fn in_steps(
+    count: usize,
+    several: i32,
+    call: impl Fn(usize, usize) -> (usize, Option<i32>),
+) -> (usize, Option<i32>) {
+    let (mut done, mut step, mut tries) = (0, count, 0);
+    while done < count {
+        let len = step.min(count - done) * PAGE;
+        let (bytes, error) = call(done * PAGE, len);
+        done += bytes / PAGE;
+        match error {
+            None => step = count,
+            Some(libc::EAGAIN) if tries < TRIES_MAX => tries += 1,
+            Some(errno) if errno == several && len > PAGE => step = (len / PAGE).div_ceil(2),
+            Some(errno) => return (done, Some(errno)),
+        }
+    }
+    (done, None)
 }
 
 /// Whether nobody can write to a file, or shorten it: it is sealed, has fs-verity, or is immutable.

@@ -302,6 +302,25 @@ fn broken_pages_are_converted_and_merged_again() {
     assert_eq!(merged(&merger.ask(kind::CONVERT, &[run(PAGES / 2, 0, 0, 20)])), 0);
 }
 
+/// The kernel maps its page of zeros in one mapping at a time, and pages that were converted are a
+/// mapping of their own. Runs of zeros across its ends were refused again and again.
+#[test]
+fn zeros_in_several_mappings_are_merged() {
+    let guest = guest();
+    guest.fill();
+    let mut merger = guest.connect();
+    assert_eq!(merger.pool(8, true), 0);
+    assert_eq!(merged(&merger.ask(kind::MERGE, &[run(100, 8, 0, 20)])), 20);
+    assert_eq!(merged(&merger.ask(kind::CONVERT, &[run(100, 0, 0, 20)])), 20);
+    for page in 90..130 {
+        (0..WORDS).for_each(|word| guest.word(page, word).store(0, Relaxed));
+    }
+    let outcomes = merger.ask(kind::MERGE, &[run(90, ZEROS, 0, 40)]);
+    assert_eq!((merged(&outcomes), outcomes[0].errno), (40, 0));
+    assert!((90..130).all(|page| guest.word(page, 9).load(Relaxed) == 0));
+    guest.check(|page| (90..130).contains(&page));
+}
+
 /// A new merger must know the pools of an earlier one: otherwise it could not merge pages with
 /// them.
 #[test]
