@@ -221,11 +221,13 @@ fn measured(args: &Args, how: How, mut machines: Vec<Machine>) -> Result<Ran> {
 
 fn account(args: &Args, pid: u32, said: &Value, attached: &[PathBuf]) -> Result<Guest> {
     let figure = |name: &str| said[name].as_u64().with_context(|| format!("no {name} in {said}"));
+    let before = figure("before")?;
+    ensure!(before > 0, "a guest did not say what it had free before its image");
     let ram = Ram::find(Path::new("/proc"), pid, args.memory << 20)?;
     let sizes = attached.iter().map(|path| Ok(fs::metadata(path)?.len()));
     Ok(Guest {
         read: figure("bytes")?,
-        cost: figure("before")?.saturating_sub(figure("free")?),
+        cost: before.saturating_sub(figure("free")?),
         private: ram.resident()?.private(),
         attached: sizes.sum::<Result<u64>>()?,
     })
