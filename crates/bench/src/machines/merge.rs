@@ -210,7 +210,9 @@ fn with_merger(
         let shims = machines.iter().map(|it| threads::of(&it.tasks()).seconds("cofolio-shim"));
         threads::own_seconds() + shims.sum::<f64>()
     };
-    let policy = MergePolicy { run_min: 1, ..MergePolicy::default() };
+    let default = MergePolicy::default();
+    // As fast as it can.
+    let policy = MergePolicy { run_min: 1, share: default.threads as f64, ..default };
     let mut merger = Merger::new(policy);
     let (before, began) = (cpu(), Instant::now());
     let mut moments: Vec<Moment> = Vec::new();

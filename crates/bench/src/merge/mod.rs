@@ -345,7 +345,10 @@ fn with_merger(engine: Engine, guests: &mut [Guest], pages: usize, enough: f64) 
         _ => MergePolicy::default().threads,
     };
     // Single pages too, as KSM does. Two looks right behind each other: KSM does not wait either.
-    let policy = MergePolicy { run_min: 1, threads, period: PERIOD, ..MergePolicy::default() };
+    // As fast as it can.
+    let share = threads as f64;
+    let policy =
+        MergePolicy { run_min: 1, threads, share, period: PERIOD, ..MergePolicy::default() };
     let targets: Vec<Target> = guests
         .iter()
         .enumerate()

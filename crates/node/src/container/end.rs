@@ -11,24 +11,20 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
-use super::{Container, ContainerStatus, Containers, Result, RunError, is_at, read_record};
+use super::{Container, ContainerStatus, Containers, RECORD, Result, RunError, is_at, read_record};
 use crate::mount::kernel::open_dir;
 use crate::mount::{At as _, MountError, UmountOptions, take_down};
-use crate::run_dir::running::{is_name, kept_exit_status, lock_ended, write_file};
+use crate::run_dir::running::{
+    is_name, is_replaced, kept_exit_status, lock_ended, remove_files, write_file,
+};
 use crate::run_dir::{self, RunDir};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 
-/// The files of a container that are removed last, in this order.
-const LAST: [&str; 2] = ["container.json", "lock"];
-
 impl Container {
-    /// Whether the lock file at its path is another one: the run directory was lost, and another
-    /// container has the name, or another process removes what is left of this one.
     fn is_replaced(&self) -> bool {
-        let lock = self.dir.join("lock");
-        lock.exists() && !is_at(&self.lock, &lock)
+        is_replaced(&self.lock, &self.dir)
     }
 }
 
@@ -43,7 +39,7 @@ impl Containers<'_> {
         }
         let changes = self.take_down(&mut container)?;
         if !container.is_replaced() {
-            remove_files(&container.dir)?;
+            remove_files(&container.dir, RECORD)?;
         }
         Ok(changes)
     }
@@ -133,7 +129,7 @@ impl Containers<'_> {
                 remove_state(&run.join(runtime).join(name))?;
             }
         }
-        remove_files(dir)
+        Ok(remove_files(dir, RECORD)?)
     }
 
     /// Removes ended containers that no process waits for, except [retired](Containers::retire)
@@ -276,38 +272,6 @@ fn remove_state(dir: &Path) -> Result<(), MountError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other.at("removing", dir),
     }
-}
-
-/// Removes a container's directory, in which nothing is mounted, except directories that are not
-/// empty: they are not ours. The record and the lock go last and reserve the name until then.
-pub(super) fn remove_files(dir: &Path) -> Result<()> {
-    // A process that tests meanwhile whether the container has ended may make a new lock.
-    const TRIES: u32 = 3;
-    for _ in 1..TRIES {
-        if remove_files_once(dir).is_ok() {
-            return Ok(());
-        }
-    }
-    Ok(remove_files_once(dir)?)
-}
-
-fn remove_files_once(dir: &Path) -> Result<(), MountError> {
-    // Runtimes write further files: runc a `.pid` that becomes the pid file.
-    let names = run_dir::list(dir)?;
-    let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
-    let gone = |result: io::Result<()>, path: &Path| match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other.at("removing", path),
-    };
-    for name in others.chain(LAST) {
-        let path = dir.join(name);
-        let removed = match fs::remove_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
-            other => other,
-        };
-        gone(removed, &path)?;
-    }
-    gone(fs::remove_dir(dir), dir)
 }
 
 /// Thaws what is in a cgroup, of either version.

@@ -84,6 +84,9 @@ pub struct Request {
     pub ksm: bool,
 }
 
+/// Name of the record.
+const RECORD: &str = "container.json";
+
 /// What `container.json` holds.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ContainerRecord {
@@ -374,7 +377,7 @@ fn refusal(log: &Path, runtime: &Runtime) -> Option<RunError> {
 
 /// The record of a container; `None` where none was written, so that nothing was mounted either.
 fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
-    read_json(&dir.join("container.json")).map_err(|error| RunError::Record(error.into()))
+    read_json(&dir.join(RECORD)).map_err(|error| RunError::Record(error.into()))
 }
 
 /// Reads a file of the kernel's; `None` if it, its process or its cgroup is gone, or if it is a threaded cgroup's, whose

@@ -15,8 +15,8 @@ use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::end::hangs;
 use super::{
-    Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
-    Streams, bundle, refusal,
+    Container, ContainerRecord, Containers, Copies, RECORD, Request, Result, RunError, Running,
+    Runtime, Streams, bundle, refusal,
 };
 use crate::mount::kernel::open_dir;
 use crate::mount::{Access, At as _, IdMap, MountError, MountOptions, MountRequest};
@@ -129,7 +129,7 @@ impl Containers<'_> {
         streams: &Streams,
         detached: bool,
     ) -> Result<(Child, Copies)> {
-        let path = container.dir.join("container.json");
+        let path = container.dir.join(RECORD);
         let text = serde_json::to_vec(&container.record).map_err(io::Error::other);
         write_file(&path, &text.at("writing", &path)?)?;
         if let Some(idmap) = &request.options.idmap {
@@ -361,7 +361,7 @@ impl Running {
         let refusal = failed.then(|| self.container.refusal()).flatten();
         // Then the status is not a container's.
         let has = |name: &str| self.container.dir.join(name).exists();
-        let is_made = has("pid") || !has("container.json");
+        let is_made = has("pid") || !has(RECORD);
         let refusal = refusal.or_else(|| (!is_made).then(|| self.container.made_nothing()));
         Finished { container: self.container, status, refusal, copied }
     }

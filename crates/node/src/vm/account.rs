@@ -14,18 +14,18 @@ use std::collections::HashSet;
 use std::collections::hash_map::{Entry, HashMap};
 use std::fs::{self, File};
 use std::io;
-use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use cofolio_sys::pagemap::{Query, Region, category, scan};
 use serde::{Deserialize, Serialize};
 
 use super::merger::Merging;
-use super::ram::{Content, FileId, Mapping, Part, Piece, Ram, bytes, mapping};
+use super::ram::{Content, FileId, Mapping, Part, Piece, Ram, bytes, mapping, maps};
 use super::recycler::{Latencies, Recycling};
 use super::{State, VmStatus};
-use crate::kernel_text;
+use crate::address_space::{access, probe_and_access};
 
 /// The account of one virtual machine. Sizes are bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -136,7 +136,9 @@ pub struct Accounts {
 #[derive(Debug)]
 struct Known {
     ram: Ram,
-    pagemap: File,
+    /// Of the process, in `/proc`.
+    dir: PathBuf,
+    pagemap: Arc<File>,
     /// Where the files of the image are mapped.
     image: Vec<Piece>,
 }
@@ -235,12 +237,9 @@ impl Accounts {
             recycling: besides.recycling.unwrap_or_default(),
             merging: besides.merging,
         };
-        let mut files = HashMap::new();
-        for piece in &pool_pieces {
-            files.entry(piece.file).or_insert_with(|| file_bytes(&self.proc, pid, piece));
-        }
         image.extend(images);
-        Ok(Taken { account, image, pools, pool_files: files.into_iter().collect() })
+        let pool_files = known.pool_files(&pool_pieces)?;
+        Ok(Taken { account, image, pools, pool_files })
     }
 }
 
@@ -248,27 +247,38 @@ impl Known {
     fn find(proc: &Path, pid: u32, memory_bytes: u64) -> io::Result<Self> {
         let ram = Ram::find(proc, pid, memory_bytes)?;
         let dir = proc.join(pid.to_string());
-        let maps = kernel_text::read(&dir.join("maps"))?;
+        let maps = maps(&dir)?;
         let devices = maps.lines().filter_map(mapping).filter(Mapping::is_device);
         let image = devices.map(|it| it.piece()).collect();
-        Ok(Self { ram, pagemap: File::open(dir.join("pagemap"))?, image })
+        Ok(Self { ram, pagemap: File::open(dir.join("pagemap"))?.into(), dir, image })
     }
 
     /// Parts of its image that the machine has touched.
     fn image_parts(&self) -> io::Result<Vec<Part>> {
         let query = Query { mask: category::PRESENT, ..Query::default() };
-        let mut parts = Vec::new();
-        for piece in &self.image {
-            scan(
-                &self.pagemap,
-                piece.addresses.clone(),
-                query,
-                |Region { start, end, .. }| {
+        let (pagemap, image) = (Arc::clone(&self.pagemap), self.image.clone());
+        access(&self.dir, move || {
+            let mut parts = Vec::new();
+            for piece in image {
+                scan(&pagemap, piece.addresses.clone(), query, |Region { start, end, .. }| {
                     parts.push(piece.part(start..end));
-                },
-            )?;
+                })?;
+            }
+            Ok(parts)
+        })
+    }
+
+    /// Memory of the files of its pools.
+    fn pool_files(&self, pieces: &[Piece]) -> io::Result<Vec<(FileId, u64)>> {
+        let mut files = HashMap::new();
+        for piece in pieces {
+            files.entry(piece.file).or_insert_with(|| piece.link(&self.dir));
         }
-        Ok(parts)
+        // Unmapped meanwhile, a file takes nothing.
+        let bytes = |link: PathBuf| fs::metadata(link).map_or(0, |file| file.blocks() * 512);
+        probe_and_access(&self.dir, move || {
+            Ok(files.into_iter().map(|(file, link)| (file, bytes(link))).collect())
+        })
     }
 }
 
@@ -305,20 +315,12 @@ fn whole(bytes: f64) -> u64 {
     bytes.round() as u64
 }
 
-/// Memory of a file without a name: `stat` of the process's mapping.
-fn file_bytes(proc: &Path, pid: u32, piece: &Piece) -> u64 {
-    let Range { start, end } = piece.addresses;
-    let path = proc.join(format!("{pid}/map_files/{start:x}-{end:x}"));
-    // Unmapped meanwhile, it takes nothing.
-    fs::metadata(path).map_or(0, |file| file.blocks() * 512)
-}
-
 /// Files of the image that a VMM has mapped.
 ///
 /// # Errors
 /// Those of reading `/proc/PID/maps`.
 pub fn mapped_image_files(proc: &Path, pid: u32) -> io::Result<Vec<PathBuf>> {
-    let maps = kernel_text::read(&proc.join(pid.to_string()).join("maps"))?;
+    let maps = maps(&proc.join(pid.to_string()))?;
     let devices = maps.lines().filter_map(mapping).filter(Mapping::is_device);
     Ok(devices.map(|it| PathBuf::from(it.name)).collect())
 }

@@ -12,10 +12,10 @@ use serde::{Deserialize, Serialize};
 use super::error::{Result, VmError};
 use super::ram::Ram;
 use super::recycler::balloon::{Balloon, Description, connect};
-use super::{Machines, Origin, VmRecord, Vmm, list, remove_files};
+use super::{Machines, Origin, RECORD, VmRecord, Vmm, list, write_record};
 use crate::kernel_text;
 use crate::mount::At as _;
-use crate::run_dir::running::{claim, is_name, lock, write_file};
+use crate::run_dir::running::{claim, is_name, lock, remove_files};
 
 /// How long a balloon may take to be as it was.
 const RESTORE_SECONDS_MAX: u64 = 10;
@@ -46,6 +46,9 @@ pub struct Attached {
     pub usable_bytes: u64,
     /// How often the VMM asked the guest for statistics; it does so again afterwards.
     pub statistics_seconds: u64,
+    /// Whether it is being detached: the recycler leaves it alone from then on.
+    #[serde(default)]
+    pub detaching: bool,
 }
 
 impl Attached {
@@ -113,11 +116,10 @@ impl Machines<'_> {
                 vmm_start_ticks,
                 usable_bytes,
                 statistics_seconds: described.statistics_seconds,
+                detaching: false,
             }),
         };
-        let path = dir.join("vm.json");
-        let text = serde_json::to_vec(&record).map_err(std::io::Error::other);
-        write_file(&path, &text.at("writing", &path)?)?;
+        write_record(&dir, &record)?;
         Ok(record)
     }
 
@@ -128,39 +130,53 @@ impl Machines<'_> {
     /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotAttached`], [`VmError::RunDir`];
     /// [`VmError::Control`] if it is forgotten and its balloon could not be put right.
     pub fn detach(&self, name: &str) -> Result<()> {
-        let record = self.get(name)?.record;
-        let attached = record.attached().ok_or_else(|| VmError::NotAttached(name.to_owned()))?;
+        let mut record = self.get(name)?.record;
+        let Origin::Attached(attached) = &mut record.origin else {
+            return Err(VmError::NotAttached(name.to_owned()));
+        };
+        attached.detaching = true;
+        let (vmm, attached) = (record.vmm, attached.clone());
         let dir = self.dir().join(name);
         // Nobody has the lock for long.
         let lock = lock(&dir, FlockOperation::LockExclusive)?;
-        // The recycler closes its connection then.
-        remove_files(&dir)?;
-        drop(lock);
-        if !attached.lives() {
-            return Ok(());
-        }
         let restore = || {
-            let mut balloon = connect(record.vmm, &attached.socket)?;
+            let mut balloon = connect(vmm, &attached.socket)?;
             balloon.ask_every(attached.statistics_seconds)?;
             restore(&mut *balloon, attached.usable_bytes)
         };
-        let failed = |source| VmError::Control { path: attached.socket.clone(), source };
-        restore().map_err(failed)
+        let restored = if attached.lives() {
+            // The recycler closes its connection then. If this process is killed, the record is still
+            // there, and the machine can be detached again.
+            write_record(&dir, &record)?;
+            restore()
+        } else {
+            Ok(())
+        };
+        remove_files(&dir, RECORD)?;
+        drop(lock);
+        restored.map_err(|source| VmError::Control { path: attached.socket, source })
     }
 }
 
 /// Deflates a balloon until `bytes` bytes are outside of it.
 fn restore(balloon: &mut dyn Balloon, bytes: u64) -> std::io::Result<()> {
     let until = Instant::now() + Duration::from_secs(RESTORE_SECONDS_MAX);
-    if balloon.actual()? >= bytes {
-        return Ok(());
-    }
+    // Asked for in any case: a guest may not have followed an earlier request yet.
     balloon.set(bytes)?;
-    // The VMM was asked; a guest that hangs cannot be waited for.
-    while balloon.actual()? < bytes && Instant::now() < until {
+    loop {
+        let actual = balloon.actual()?;
+        if actual >= bytes {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let what = format!(
+                "its balloon was told to deflate, and after {RESTORE_SECONDS_MAX} s the guest has \
+                 {actual} of {bytes} bytes"
+            );
+            return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, what));
+        }
         thread::sleep(LOOK);
     }
-    Ok(())
 }
 
 /// The process that has the guest's memory, and when it was started.

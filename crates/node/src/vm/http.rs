@@ -1,13 +1,12 @@
 //! The control protocol of Cloud Hypervisor and Firecracker: HTTP/1.1 with JSON, at a unix socket.
 
-use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
-use std::os::unix::net::UnixStream;
+use std::io::{self, BufRead, BufReader, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
 
-use super::socket;
+use super::socket::{self, Patient};
 
 /// Longest line of an answer's head, and most of its lines.
 const LINE_BYTES_MAX: u64 = 8 << 10;
@@ -50,15 +49,13 @@ impl Api {
 
     fn ask(&self, method: &str, target: &str, body: Option<&Value>) -> io::Result<Value> {
         let socket = socket::connect_path(&self.socket)?;
-        let patience = Some(Duration::from_secs(ANSWER_SECONDS_MAX));
-        socket.set_read_timeout(patience)?;
-        socket.set_write_timeout(patience)?;
-        exchange(&socket, method, target, body)
+        let socket = Patient::new(socket, Duration::from_secs(ANSWER_SECONDS_MAX))?;
+        exchange(socket, method, target, body)
     }
 }
 
 fn exchange(
-    mut socket: &UnixStream,
+    socket: Patient,
     method: &str,
     target: &str,
     body: Option<&Value>,
@@ -71,7 +68,7 @@ fn exchange(
     } else {
         request += "\r\n";
     }
-    socket.write_all(request.as_bytes())?;
+    socket.socket().write_all(request.as_bytes())?;
     let mut reader = BufReader::new(socket);
     let first = line(&mut reader)?;
     let mut words = first.split(' ');
@@ -79,7 +76,7 @@ fn exchange(
         (Some(version), Some(code)) if version.starts_with("HTTP/1.") => code.parse().ok(),
         _ => None,
     };
-    let code = code.ok_or_else(|| invalid(format!("no HTTP is spoken there: {first:?}")))?;
+    let code = code.ok_or_else(|| invalid(format!("its answer is not one of HTTP: {first:?}")))?;
     let mut length = 0;
     for number in 0.. {
         let header = line(&mut reader)?;
@@ -123,7 +120,7 @@ fn words_of(text: &[u8]) -> String {
     }
 }
 
-fn line(reader: &mut BufReader<&UnixStream>) -> io::Result<String> {
+fn line(reader: &mut impl BufRead) -> io::Result<String> {
     let mut line = Vec::new();
     reader.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line)?;
     if !line.ends_with(b"\n") {
@@ -140,7 +137,7 @@ fn invalid(what: String) -> io::Error {
 pub(super) mod tests {
     #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
-    use std::os::unix::net::UnixListener;
+    use std::os::unix::net::{UnixListener, UnixStream};
     use std::thread::JoinHandle;
 
     use super::*;
@@ -232,7 +229,8 @@ pub(super) mod tests {
             let (ours, mut theirs) = UnixStream::pair().unwrap();
             theirs.write_all(answer.as_bytes()).unwrap();
             theirs.shutdown(std::net::Shutdown::Write).unwrap();
-            assert!(exchange(&ours, "GET", "/", None).is_err(), "{answer:.60}");
+            let ours = Patient::new(ours, Duration::from_secs(60)).unwrap();
+            assert!(exchange(ours, "GET", "/", None).is_err(), "{answer:.60}");
         }
     }
 }

@@ -6,7 +6,7 @@ use cofolio_guest::{Device, Dirs};
 use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{ImageContents, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Error, FileKind, FileName, StoredFile};
+use cofolio_store::{Digest, Domain, DomainLock, Error, FileKind, FileName, StoredFile};
 
 use super::error::Result;
 use crate::container::bundle::{ImageConfig, expected_dirs};
@@ -19,7 +19,10 @@ const FOOTER_BYTES: usize = 64;
 
 /// The devices of an image.
 #[derive(Debug)]
-pub(super) struct Attached {
+pub(super) struct ImageDevices {
+    /// `gc` replaces packs and rewrites segments only when this was dropped: after the VMM has opened
+    /// all files.
+    pub(super) stays: DomainLock,
     /// What was packed.
     pub(super) report: PackReport,
     /// Files and sizes: the pack, then its segments in the order of its table.
@@ -34,12 +37,12 @@ pub(super) struct Attached {
 /// # Errors
 /// [`VmError::Pack`](super::VmError::Pack), [`VmError::Store`](super::VmError::Store),
 /// [`VmError::Mount`](super::VmError::Mount).
-pub(super) fn attach(
+pub(super) fn devices(
     domain: &Domain,
     image: &Digest,
     check: Check,
     task: &Task,
-) -> Result<Attached> {
+) -> Result<ImageDevices> {
     // A pack is made of what is measured first.
     let first = if check == Check::Verify { Check::Measure } else { check };
     check_image(domain, image, first, &ImageContents, task)?;
@@ -49,8 +52,7 @@ pub(super) fn attach(
         // With all of its packs and segments.
         check_image(domain, image, check, &ImageContents, task)?;
     }
-    // Until all are open: `gc` replaces packs and rewrites segments.
-    let _stays = domain.lock_names()?;
+    let stays = domain.lock_names()?;
     let pack = FileName::of_image(FileKind::DaxPack, image, &report.pack);
     let (file, segments) = open_pack_files(domain, &ImageContents, image, &pack)?;
     let names = report.segments.iter().map(|it| FileName::content(FileKind::Segment, it));
@@ -61,7 +63,7 @@ pub(super) fn attach(
         devices.push(device(&name, &file, size).at("reading", &path)?);
         files.push((path, size));
     }
-    Ok(Attached { report, files, devices })
+    Ok(ImageDevices { stays, report, files, devices })
 }
 
 fn device(name: &FileName, file: &StoredFile, size: u64) -> std::io::Result<Device> {

@@ -11,7 +11,7 @@
 //! <run>/vms/<name>/           mode 0700
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
-//!   pid                       of QEMU, written by it
+//!   pid                       of the VMM, written by the process that starts it
 //!   qmp, recycle, exec        sockets of its control protocol: for others, for the recycler, and for
 //!                             whoever starts a process in it (see `exec`)
 //!   api, vsock, vsock_1024    of other VMMs: of their control protocol, and of the channel to the guest
@@ -51,7 +51,6 @@ mod socket;
 mod vmlinux;
 mod vmm;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -70,11 +69,17 @@ pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};
 pub use self::vmm::Vmm;
 use crate::container::pidfd;
+use crate::mount::At as _;
+use crate::mount::kernel::open_dir;
 use crate::processes::{file_id, open_files};
 pub use crate::run_dir::running::State;
-use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock_ended, read_text};
-use crate::run_dir::{self, RunDir, RunDirError, read_json};
+use crate::run_dir::running::{
+    is_locked, is_name, kept_exit_status, lock_ended, read_text, remove_files, write_file,
+};
+use crate::run_dir::{self, RunDir, RunDirError, is_at, read_json};
 
+/// Name of the record.
+const RECORD: &str = "vm.json";
 /// How long a VMM may take to die of SIGKILL.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -247,16 +252,20 @@ impl<'a> Machines<'a> {
     /// [`VmError::Name`], [`VmError::NotFound`], [`VmError::NotOurs`], [`VmError::StillRunning`],
     /// [`VmError::RunDir`].
     pub fn stop(&self, name: &str, patience: Duration) -> Result<()> {
+        let dir = self.dir().join(name);
+        let this = open_dir(&dir);
         let status = self.get(name)?;
         let signal = signal_number(&status.record.started()?.stop_signal);
-        let dir = self.dir().join(name);
+        let this = this.map_err(std::io::Error::from).at("opening", &dir)?;
+        // Another machine may take its name.
+        let is_gone = || !is_at(&this, &dir);
         let until = Instant::now() + patience;
-        // Before the question whose it is: the number cannot be another one's then.
+        // Opened before it is tested for the lock: from here on it is the same process.
         let vmm = status.pid.and_then(|pid| Some((pid, pidfd(pid).ok()?)));
         let asked = socket::connect(&dir, "control")
             .and_then(|mut control| Message::Signal(signal).write(&mut control));
         while asked.is_ok() && Instant::now() < until {
-            if self.remove_if_ended(name, true)? || !dir.exists() {
+            if is_gone() || self.remove_if_ended(name, true)? {
                 return Ok(());
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -265,7 +274,7 @@ impl<'a> Machines<'a> {
             let _ = pidfd_send_signal(vmm, Signal::KILL);
         }
         let until = Instant::now() + KILLED_PATIENCE;
-        while !self.remove_if_ended(name, true)? && dir.exists() {
+        while !is_gone() && !self.remove_if_ended(name, true)? {
             if Instant::now() >= until {
                 return Err(VmError::StillRunning(name.to_owned()));
             }
@@ -314,7 +323,7 @@ impl<'a> Machines<'a> {
         if !retired_too && kept_exit_status(&dir).is_some() {
             return Ok(false);
         }
-        remove_files(&dir)?;
+        remove_files(&dir, RECORD)?;
         drop(lock);
         Ok(true)
     }
@@ -356,7 +365,7 @@ fn status(dir: &Path) -> Result<Option<VmStatus>> {
                 true if is_attended() => State::Running,
                 true => State::Unattended,
             };
-            (state, vmm_pid(dir, record.vmm).filter(|_| lives))
+            (state, vmm_pid(dir).filter(|_| lives))
         }
     };
     let socket = match record.attached() {
@@ -380,40 +389,26 @@ fn status(dir: &Path) -> Result<Option<VmStatus>> {
 
 /// The record; `None` where none was written, so that nothing was started either.
 fn read_record(dir: &Path) -> Result<Option<VmRecord>, RunDirError> {
-    read_json(&dir.join("vm.json"))
+    read_json(&dir.join(RECORD))
 }
 
-/// Only QEMU writes it; the others listen themselves.
-fn vmm_pid(dir: &Path, vmm: Vmm) -> Option<u32> {
-    match vmm {
-        Vmm::Qemu => read_text(&dir.join("pid"))?.trim().parse().ok(),
-        _ => socket::peer(&socket::connect(dir, vmm.socket()).ok()?),
-    }
+fn write_record(dir: &Path, record: &VmRecord) -> Result<()> {
+    let path = dir.join(RECORD);
+    let text = serde_json::to_vec(record).map_err(std::io::Error::other);
+    Ok(write_file(&path, &text.at("writing", &path)?)?)
 }
 
-/// Whether a process has the lock of a virtual machine, as its VMM does. QEMU wrote its process id
-/// itself, and could have written that of any process.
+fn vmm_pid(dir: &Path) -> Option<u32> {
+    read_text(&dir.join("pid"))?.trim().parse().ok()
+}
+
+/// Whether a process has the lock of a virtual machine, as its VMM does. The process id in its
+/// directory may be that of another process since the VMM has ended.
 fn has_lock(pid: u32, dir: &Path) -> bool {
     let process = Path::new("/proc").join(pid.to_string());
     let lock = file_id(&dir.join("lock"));
     let open = open_files(&process).unwrap_or_default();
     lock.is_some() && open.iter().any(|(link, _)| file_id(link) == lock)
-}
-
-/// Removes a directory, its record and lock last, so that after a crash it is still known.
-fn remove_files(dir: &Path) -> Result<(), RunDirError> {
-    const LAST: [&str; 2] = ["vm.json", "lock"];
-    let names = run_dir::list(dir)?;
-    let first = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
-    for name in first.chain(LAST) {
-        run_dir::remove_file(&dir.join(name))?;
-    }
-    match fs::remove_dir(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(RunDirError::Io { action: "remove", path: dir.to_owned(), source: error })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// The number of a signal by its name or number; SIGTERM's for what is neither.
@@ -430,4 +425,25 @@ fn signal_number(name: &str) -> i32 {
     ];
     let found = named.iter().find(|(name, _)| *name == plain).map(|(_, signal)| signal.as_raw());
     found.or_else(|| plain.parse().ok()).unwrap_or(Signal::TERM.as_raw())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use std::fs::File;
+
+    use super::*;
+
+    /// The number in a directory was that of another process, and `vm stop` killed it.
+    #[test]
+    fn a_process_without_the_lock_is_no_vmm() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = std::process::id();
+        assert!(!has_lock(own, dir.path()), "there is no lock");
+        let lock = File::create(dir.path().join("lock")).unwrap();
+        assert!(has_lock(own, dir.path()) && !has_lock(1, dir.path()));
+        drop(lock);
+        assert!(!has_lock(own, dir.path()));
+    }
 }

@@ -82,7 +82,6 @@ pub(super) fn launch(machine: &Machine<'_>, program: &Path) -> Result<Launch> {
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     command.args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,resourcecontrol=deny"]);
     command.args(["-name", &format!("{},debug-threads=on", machine.name)]);
-    command.arg("-pidfile").arg(machine.dir.join("pid"));
     match machine.accel {
         Accel::Kvm => {
             command.args(["-accel", "kvm", "-machine", "pc,mem-merge=off", "-cpu", "host"])

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::socket::{peer, send_with};
+use super::socket::{Patient, peer, send_with};
 
 /// Longest answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 4 << 20;
@@ -19,7 +19,7 @@ const EVENTS_MAX: usize = 1000;
 /// A connection to a QEMU. It serves one at a time.
 #[derive(Debug)]
 pub struct Qmp {
-    reader: BufReader<UnixStream>,
+    reader: BufReader<Patient>,
 }
 
 impl Qmp {
@@ -28,9 +28,7 @@ impl Qmp {
     /// # Errors
     /// Those of the socket; `InvalidData` if no QEMU is there.
     pub fn new(socket: UnixStream) -> io::Result<Self> {
-        let patience = Some(Duration::from_secs(ANSWER_SECONDS_MAX));
-        socket.set_read_timeout(patience)?;
-        socket.set_write_timeout(patience)?;
+        let socket = Patient::new(socket, Duration::from_secs(ANSWER_SECONDS_MAX))?;
         let mut qmp = Self { reader: BufReader::new(socket) };
         let greeting = qmp.read().map_err(|error| match error.kind() {
             io::ErrorKind::TimedOut => io::Error::new(
@@ -43,7 +41,9 @@ impl Qmp {
             _ => error,
         })?;
         if greeting.get("QMP").is_none() {
-            return Err(invalid(format!("no QEMU greets there: {greeting}")));
+            return Err(invalid(format!(
+                "its greeting is not that of QEMU's control protocol: {greeting}"
+            )));
         }
         qmp.call("qmp_capabilities", json!({}))?;
         Ok(qmp)
@@ -55,24 +55,25 @@ impl Qmp {
     /// Those of the socket; `InvalidData` with QEMU's words if it refuses.
     pub fn call(&mut self, command: &str, arguments: Value) -> io::Result<Value> {
         let call = json!({ "execute": command, "arguments": arguments });
-        self.reader.get_mut().write_all(format!("{call}\n").as_bytes())?;
+        self.reader.get_ref().socket().write_all(format!("{call}\n").as_bytes())?;
         self.answer(command)
     }
 
     /// The process that listens there.
     pub(super) fn peer(&self) -> Option<u32> {
-        peer(self.reader.get_ref())
+        peer(self.reader.get_ref().socket())
     }
 
     /// Passes a descriptor to QEMU, under this name. Fails like [`Qmp::call`].
     pub fn pass(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
         let call = json!({ "execute": "getfd", "arguments": { "fdname": name } });
         let call = format!("{call}\n");
-        send_with(self.reader.get_ref(), call.as_bytes(), fd)?;
+        send_with(self.reader.get_ref().socket(), call.as_bytes(), fd)?;
         self.answer("getfd").map(drop)
     }
 
     fn answer(&mut self, command: &str) -> io::Result<Value> {
+        self.reader.get_mut().begin();
         for _ in 0..=EVENTS_MAX {
             let mut answer = self.read()?;
             if let Some(value) = answer.get_mut("return") {
@@ -90,7 +91,7 @@ impl Qmp {
         let mut line = Vec::new();
         let read = self.reader.by_ref().take(ANSWER_BYTES_MAX).read_until(b'\n', &mut line);
         read.map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => {
+            io::ErrorKind::TimedOut => {
                 let what = format!("QEMU has not answered for {ANSWER_SECONDS_MAX} s");
                 io::Error::new(io::ErrorKind::TimedOut, what)
             }

@@ -1,12 +1,14 @@
 //! A guest's memory, as the host sees it: a mapping of the VMM's.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use cofolio_sys::pagemap::{Query, Region, category, scan};
 
+use crate::address_space::{Maps, access, probe_and_access};
 use crate::kernel_text;
 
 /// QEMU maps a guest's memory at multiples of this, for huge pages.
@@ -16,13 +18,16 @@ const BELOW_HOLE: u64 = 3 << 30;
 /// Filesystems, by `include/uapi/linux/magic.h`.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+/// Longest list of mappings, in bytes: that of a VMM with 65,530 mappings, the kernel's default limit,
+/// takes a fifth.
+const MAPS_BYTES_MAX: u64 = 32 << 20;
 
 /// A guest's memory in a process.
 #[derive(Debug)]
 pub struct Ram {
     /// Of the process, in `/proc`.
     dir: PathBuf,
-    pagemap: File,
+    pagemap: Arc<File>,
     /// Where it is, in the order of addresses: in one piece, or in two.
     parts: Vec<Range<u64>>,
     backing: Backing,
@@ -48,7 +53,7 @@ impl Ram {
     /// Those of reading `/proc/PID`; `NotFound` if the process has no such mapping.
     pub fn find(proc: &Path, pid: u32, bytes: u64) -> io::Result<Self> {
         let dir = proc.join(pid.to_string());
-        let maps = kernel_text::read(&dir.join("maps"))?;
+        let maps = maps(&dir)?;
         let (parts, file) = find_in(&maps, bytes).ok_or_else(|| {
             let what = format!("process {pid} has no mapping of {bytes} bytes");
             io::Error::new(io::ErrorKind::NotFound, what)
@@ -56,16 +61,16 @@ impl Ram {
         let backing = match file {
             None => Backing::Private,
             Some(Mapped { is_private, name }) => {
-                let Range { start, end } = parts[0];
-                let link = dir.join(format!("map_files/{start:x}-{end:x}"));
-                match rustix::fs::statfs(&link)?.f_type.cast_unsigned() {
+                let link = link(&dir, &parts[0]);
+                let found = probe_and_access(&dir, move || Ok(rustix::fs::statfs(&link)?))?;
+                match found.f_type.cast_unsigned() {
                     HUGETLBFS_MAGIC => Backing::Huge,
                     TMPFS_MAGIC if !is_private => Backing::Shared,
                     _ => Backing::File(name.to_owned()),
                 }
             }
         };
-        Ok(Self { pagemap: File::open(dir.join("pagemap"))?, dir, parts, backing })
+        Ok(Self { pagemap: File::open(dir.join("pagemap"))?.into(), dir, parts, backing })
     }
 
     /// The private memory of a guest at these addresses of the process `pid`.
@@ -74,7 +79,7 @@ impl Ram {
     /// Those of opening `/proc/PID/pagemap`.
     pub(super) fn at(proc: &Path, pid: u32, addresses: Range<u64>) -> io::Result<Self> {
         let dir = proc.join(pid.to_string());
-        let pagemap = File::open(dir.join("pagemap"))?;
+        let pagemap = File::open(dir.join("pagemap"))?.into();
         Ok(Self { dir, pagemap, parts: vec![addresses], backing: Backing::Private })
     }
 
@@ -137,34 +142,37 @@ impl Ram {
     /// # Errors
     /// Those of [`scan`].
     pub fn resident(&self) -> io::Result<Resident> {
-        self.count(|_| {})
+        self.count(false).map(|(resident, _)| resident)
     }
 
-    /// The same. Calls `each` with the addresses of pages that are not merged, in their order.
-    fn count(&self, mut each: impl FnMut(Range<u64>)) -> io::Result<Resident> {
+    /// The same, and the addresses of pages that are not merged, in their order, if these are wanted.
+    fn count(&self, private: bool) -> io::Result<(Resident, Vec<Range<u64>>)> {
         let query = Query {
             mask: category::PRESENT,
             returned: category::FILE | category::ZERO,
             ..Query::default()
         };
         let can_be_merged = self.backing == Backing::Private;
-        let mut resident = Resident::default();
-        for part in &self.parts {
-            scan(&self.pagemap, part.clone(), query, |Region { start, end, categories }| {
-                // The kernel's page of zeros takes nothing.
-                if categories & category::ZERO != 0 {
-                    resident.zeros += end - start;
-                    return;
-                }
-                resident.bytes += end - start;
-                if can_be_merged && categories & category::FILE != 0 {
-                    resident.of_files += end - start;
-                } else {
-                    each(start..end);
-                }
-            })?;
-        }
-        Ok(resident)
+        let (pagemap, parts) = (Arc::clone(&self.pagemap), self.parts.clone());
+        access(&self.dir, move || {
+            let (mut resident, mut of_guest) = (Resident::default(), Vec::new());
+            for part in parts {
+                scan(&pagemap, part, query, |Region { start, end, categories }| {
+                    // The kernel's page of zeros takes nothing.
+                    if categories & category::ZERO != 0 {
+                        resident.zeros += end - start;
+                        return;
+                    }
+                    resident.bytes += end - start;
+                    if can_be_merged && categories & category::FILE != 0 {
+                        resident.of_files += end - start;
+                    } else if private {
+                        of_guest.push(start..end);
+                    }
+                })?;
+            }
+            Ok((resident, of_guest))
+        })
     }
 
     /// The resident and the merged pages.
@@ -174,12 +182,7 @@ impl Ram {
     pub fn content(&self) -> io::Result<Content> {
         let merged = self.merged()?;
         let is_merged = !(merged.pools.is_empty() && merged.images.is_empty());
-        let mut written = Vec::new();
-        let resident = self.count(|region| {
-            if is_merged {
-                written.push(region);
-            }
-        })?;
+        let (resident, written) = self.count(is_merged)?;
         let pools = without(&merged.pools, &written);
         let images = without(&merged.images, &written);
         Ok(Content { resident, pool_pieces: merged.pools, written, pools, images })
@@ -188,7 +191,7 @@ impl Ram {
     /// Its mappings of pools and of image files, in the order of addresses. Pages that were written
     /// to since are private.
     fn merged(&self) -> io::Result<Merged> {
-        let maps = kernel_text::read(&self.dir.join("maps"))?;
+        let maps = maps(&self.dir)?;
         let merged = maps.lines().filter_map(mapping).filter(|it| is_merged(it.name));
         let is_guests = |at: &u64| self.parts.iter().any(|part| part.contains(at));
         let merged = merged.filter(|it| is_guests(&it.addresses.start));
@@ -267,7 +270,17 @@ pub(super) struct Piece {
     pub(super) offset: u64,
 }
 
+/// The link to the file that a process maps at these addresses.
+fn link(process: &Path, addresses: &Range<u64>) -> PathBuf {
+    process.join(format!("map_files/{:x}-{:x}", addresses.start, addresses.end))
+}
+
 impl Piece {
+    /// The link to its file, of the process with this directory.
+    pub(super) fn link(&self, process: &Path) -> PathBuf {
+        link(process, &self.addresses)
+    }
+
     /// The part of the file at these addresses.
     pub(super) fn part(&self, addresses: Range<u64>) -> Part {
         let at = |address: u64| address - self.addresses.start + self.offset;
@@ -327,6 +340,21 @@ impl Mapping<'_> {
     pub(super) fn piece(&self) -> Piece {
         Piece { addresses: self.addresses.clone(), file: self.file, offset: self.offset }
     }
+}
+
+/// The mappings of a process, by its directory in `/proc`: lines for [`mapping`].
+///
+/// # Errors
+/// Those of reading them, also if the process does not answer in time; `InvalidData` if it has too
+/// many.
+pub(super) fn maps(process: &Path) -> io::Result<String> {
+    let mut text = Vec::new();
+    if Maps::of(process).take(MAPS_BYTES_MAX).read_to_end(&mut text)? as u64 == MAPS_BYTES_MAX {
+        let what = format!("{} is too long", process.join("maps").display());
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    // Names of files can be any bytes. Those of other files than ours do not matter.
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
@@ -401,7 +429,9 @@ fn find_in(maps: &str, bytes: u64) -> Option<(Vec<Range<u64>>, Option<Mapped<'_>
     // Something else before or behind it became one mapping with it.
     let ram = |run: &Range<u64>| {
         let start = run.start.next_multiple_of(ALIGN);
-        (start + bytes <= run.end).then_some(start..start + bytes)
+        // A control socket can name any number of bytes.
+        let end = start.checked_add(bytes)?;
+        (end <= run.end).then_some(start..end)
     };
     runs.sort_by_key(|run| run.end - run.start);
     runs.iter().rev().find_map(ram).map(|part| (vec![part], None))
@@ -466,7 +496,7 @@ mod tests {
         let status = "RssFile:\t    8 kB\nRssShmem:\t    16 kB\nHugetlbPages:\t    2048 kB\n";
         fs::write(dir.path().join("status"), status).unwrap();
         let ram = |backing| {
-            let pagemap = File::open(dir.path().join("pagemap")).unwrap();
+            let pagemap = File::open(dir.path().join("pagemap")).unwrap().into();
             Ram { dir: dir.path().to_owned(), pagemap, parts: Vec::new(), backing }
         };
         let anonymous = 1000 * cofolio_sys::cache::page_size();
@@ -487,7 +517,7 @@ mod tests {
     fn huge_pages_and_files_are_refused() {
         let ram = |backing| Ram {
             dir: PathBuf::new(),
-            pagemap: File::open("/dev/null").unwrap(),
+            pagemap: File::open("/dev/null").unwrap().into(),
             parts: Vec::new(),
             backing,
         };

@@ -1,7 +1,7 @@
 //! Starting a virtual machine, and waiting for its end.
 
 use std::fs;
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
@@ -21,13 +21,15 @@ use super::initramfs::{guest_program, initramfs};
 use super::socket;
 use super::vmm::{Channel, Launch, Machine};
 use super::{
-    Accel, DiskRequest, Kernel, Machines, Origin, Started, VmRecord, Vmm, console, disk, image,
-    remove_files,
+    Accel, DiskRequest, Kernel, Machines, Origin, RECORD, Started, VmRecord, Vmm, console, disk,
+    image, write_record,
 };
 use crate::container::bundle::{self, ImageConfig};
 use crate::container::{Copies, Streams, pidfd};
 use crate::mount::{At as _, Check};
-use crate::run_dir::running::{OUTPUT_BYTES_MAX, claim, is_name, write_file};
+use crate::run_dir::running::{
+    OUTPUT_BYTES_MAX, claim, is_name, is_replaced, remove_files, write_file,
+};
 
 /// Words for the kernel. What a pulse of the balloon takes, `init_on_alloc` would touch again; pages are
 /// reported to the host one by one. Devices of memory lie above 4 GiB, and for memory there the kernel
@@ -161,8 +163,11 @@ impl Machines<'_> {
     }
 
     fn forget(&self, name: &str, dir: &Path, lock: OwnedFd) -> Result<()> {
+        if is_replaced(&lock, dir) {
+            return Ok(());
+        }
         self.domain.remove_root(cofolio_store::RootKind::Vm, &self.root_id(name))?;
-        remove_files(dir)?;
+        remove_files(dir, RECORD)?;
         drop(lock);
         Ok(())
     }
@@ -183,15 +188,15 @@ impl Machines<'_> {
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
         self.keep(name, &request.image, boot_id.map(|id| id.trim().to_owned()))?;
         let disk = request.disk.as_ref().map(disk::open).transpose()?;
-        let attached = image::attach(self.domain, &request.image, request.check, task)?;
+        let image = image::devices(self.domain, &request.image, request.check, task)?;
         let of_disk: &[&str] = if disk.is_some() { &disk::MODULES } else { &[] };
         let modules = [request.vmm.modules(), of_disk].concat();
         let initramfs = initramfs(&self.dir(), &request.kernel, guest, &modules)?;
         let started = Started {
             image: request.image,
             image_name: request.image_name.clone(),
-            pack: attached.report.pack,
-            segments: attached.report.segments.clone(),
+            pack: image.report.pack,
+            segments: image.report.segments.clone(),
             command: program.command.clone(),
             stop_signal: request.config.stop_signal().to_owned(),
             program: vmm.to_owned(),
@@ -208,9 +213,7 @@ impl Machines<'_> {
             created: cofolio_store::now(),
             origin: Origin::Started(Box::new(started)),
         };
-        let path = dir.join("vm.json");
-        let text = serde_json::to_vec(&record).map_err(io::Error::other).at("writing", &path)?;
-        write_file(&path, &text)?;
+        write_record(dir, &record)?;
 
         let control = socket::listen(dir, "control").at("listening at", dir.join("control"))?;
         let machine = Machine {
@@ -222,7 +225,7 @@ impl Machines<'_> {
             kernel: &request.kernel,
             initramfs: &initramfs,
             append: format!("{} {KERNEL_WORDS}", request.vmm.words()),
-            files: &attached.files,
+            files: &image.files,
             disk: disk.as_ref().map(|disk| &*disk.path),
         };
         let Launch { mut command, channel } = request.vmm.launch(&machine, vmm)?;
@@ -251,11 +254,11 @@ impl Machines<'_> {
         // Signals of a terminal are for this process.
         command.process_group(0);
         let mut child = command.spawn().map_err(failed)?;
-        // With it the descriptors for the VMM, so that its end closes the channel.
+        // The channel closes at the end of the VMM only if this process has no copy of its end.
         drop(command);
 
         let start = Start {
-            devices: attached.devices,
+            devices: image.devices,
             upper,
             dirs,
             hostname: name.to_owned(),
@@ -268,16 +271,24 @@ impl Machines<'_> {
                 terminal: request.terminal,
             },
         };
-        match begin(&channel, &mut child, control, start, task) {
+        let pid = child.id().to_string();
+        let begun = match write_file(&dir.join("pid"), pid.as_bytes()) {
+            Ok(()) => begin(&channel, &mut child, control, start, task),
+            Err(error) => Err(error.into()),
+        };
+        // By now the VMM has opened the image.
+        drop(image.stays);
+        match begun {
             Ok((messages, guest)) => Ok((child, copies, messages, guest)),
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                let said = complaint(dir);
-                if said.is_empty() {
-                    return Err(error);
-                }
-                Err(VmError::Failed(format!("{}: {said}", vmm.display())))
+                Err(match (error, complaint(dir)) {
+                    (VmError::Failed(why), said) if !said.is_empty() => {
+                        VmError::Failed(format!("{why}; {} said: {said}", request.vmm))
+                    }
+                    (error, _) => error,
+                })
             }
         }
     }
@@ -366,11 +377,15 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }
 
-/// What a VMM complained of.
+/// The VMM's last words.
 fn complaint(dir: &Path) -> String {
     let mut said = Vec::new();
     let log = fs::File::open(dir.join("vmm.log"));
-    let _ = log.and_then(|log| log.take(COMPLAINT_BYTES_MAX).read_to_end(&mut said));
+    let _ = log.and_then(|mut log| {
+        let skipped = log.metadata()?.len().saturating_sub(COMPLAINT_BYTES_MAX);
+        log.seek(SeekFrom::Start(skipped))?;
+        log.take(COMPLAINT_BYTES_MAX).read_to_end(&mut said)
+    });
     String::from_utf8_lossy(&said).trim().to_owned()
 }
 
@@ -439,6 +454,9 @@ impl Machines<'_> {
     /// The same, but keeps record, exit status and output until [`Machines::stop`] or a new one of
     /// that name. Fails like [`Machines::remove`].
     pub fn retire(&self, ended: Running, status: u8) -> Result<()> {
+        if is_replaced(&ended.lock, &ended.dir) {
+            return Ok(());
+        }
         write_file(&ended.dir.join("exit"), status.to_string().as_bytes())?;
         self.domain.remove_root(cofolio_store::RootKind::Vm, &self.root_id(&ended.name))?;
         Ok(())

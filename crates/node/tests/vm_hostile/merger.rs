@@ -40,7 +40,8 @@ fn target_of(name: &str, domain: &str, vmm: &Vmm) -> Target {
 
 impl Merging {
     fn of(targets: Vec<Target>) -> Self {
-        let policy = MergePolicy { threads: 2, ..MergePolicy::default() };
+        // It rests between no two passes.
+        let policy = MergePolicy { threads: 2, share: 1e9, ..MergePolicy::default() };
         Self { merger: Merger::new(policy), targets, said: Mutex::default() }
     }
 
@@ -189,7 +190,7 @@ fn shims_that_lie_are_dropped() {
     for name in names {
         let line = format!("virtual machine {name} is not merged: ");
         assert_eq!(said.matches(&line).count(), 1, "{name}: {said}");
-        assert!(!report.guests.contains_key(name), "{report:?}");
+        assert!(report.guests[name].refusal.is_some(), "{report:?}");
     }
     assert!(["a", "b"].iter().all(|name| report.guests[*name].pool_pages > 1000), "{report:?}");
     vmms.iter_mut().for_each(Vmm::check);
@@ -233,7 +234,11 @@ fn a_domain_that_does_not_go_on_holds_up_no_other() {
     let began = std::time::Instant::now();
     let report = merging.passes(4);
     assert!(began.elapsed() < Duration::from_secs(38), "{:?}", began.elapsed());
-    assert!(merging.said().contains("trust domain first does not go on"), "{}", merging.said());
+    assert!(
+        merging.said().contains("trust domain first still goes on after 20 s"),
+        "{}",
+        merging.said()
+    );
     assert!(["x", "y"].iter().all(|name| report.guests[*name].pool_pages > 1000), "{report:?}");
     vmms.iter_mut().for_each(Vmm::check);
 }

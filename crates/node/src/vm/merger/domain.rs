@@ -75,6 +75,11 @@ impl Domain {
         self.refresh(targets);
         self.passes += 1;
         let (mut hashed, mut new, mut failed) = (0, 0, Vec::new());
+        // Operators can add devices to a machine that runs.
+        for (name, guest) in &mut self.guests {
+            failed.extend(guest.refresh(&self.proc).err().map(|error| (name.clone(), error)));
+        }
+        self.drop_failed(std::mem::take(&mut failed));
         match self.merge(&mut failed) {
             Ok(done) => (hashed, new) = done,
             Err(error) => self.said.push(format!("no pool could be made: {error}")),
@@ -82,13 +87,7 @@ impl Domain {
         if self.passes.is_multiple_of(SURVEY) {
             self.survey(&mut failed);
         }
-        for (name, error) in failed {
-            // The end of a guest is no failure.
-            let guest = self.guests.remove(&name);
-            if guest.is_some_and(|guest| self.proc.join(guest.pid.to_string()).exists()) {
-                self.fail(name, &error);
-            }
-        }
+        self.drop_failed(failed);
         let report = MergeReport { hashed_pages: hashed, new_pool_pages: new, ..self.report() };
         (report, std::mem::take(&mut self.said))
     }
@@ -102,6 +101,16 @@ impl Domain {
         });
         let guests = guests.chain(refused).collect();
         MergeReport { pool_bytes: self.pools.bytes(), guests, ..MergeReport::default() }
+    }
+
+    fn drop_failed(&mut self, failed: Errors) {
+        for (name, error) in failed {
+            // A guest that has ended has not failed.
+            let guest = self.guests.remove(&name);
+            if guest.is_some_and(|guest| self.proc.join(guest.pid.to_string()).exists()) {
+                self.fail(name, &error);
+            }
+        }
     }
 
     fn fail(&mut self, name: String, error: &io::Error) {
@@ -141,7 +150,7 @@ impl Domain {
         if hashed == 0 {
             return Ok((0, 0));
         }
-        self.images.look(zeros)?;
+        self.said.extend(self.images.look(zeros));
         let guests = self.guests.values();
         let inputs =
             guests.map(|guest| Input { hashes: guest.pages.hashes(), runs_max: guest.runs_left() });
@@ -228,7 +237,7 @@ impl Domain {
         // Otherwise the converted pages would be merged with the same pool again.
         self.pools.retire(is_wasted);
         for (name, guest, survey) in &mut surveys {
-            if let Err(error) = guest.convert(survey, &is_wasted, self.policy.run_min) {
+            if let Err(error) = guest.convert(&self.proc, survey, &is_wasted, self.policy.run_min) {
                 failed.push(((*name).clone(), error));
             }
         }

@@ -17,8 +17,9 @@ use super::pool::{IMAGES, POOL_PAGES, Pool, Pools};
 use super::refusal::opened;
 use super::scan::Pages;
 use super::shim::Shim;
+use crate::address_space::probe_and_access;
 use crate::kernel_text;
-use crate::vm::ram::{Content, Mapping, Ram, mapping};
+use crate::vm::ram::{Content, Mapping, Ram, mapping, maps};
 use crate::vm::socket;
 
 /// The merger uses this share of the mappings that a process may have. At the limit every mmap(2)
@@ -121,10 +122,7 @@ impl Guest {
     ) -> io::Result<Self> {
         let pid = target.pid;
         let dir = proc.join(pid.to_string());
-        let opened = opened(proc, pid)?;
-        if let Some(refusal) = opened.refusal {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, refusal));
-        }
+        let may_pin = check(proc, pid)?;
         let socket = socket::connect(&target.dir, "merge")?;
         // The merger reads this process's pages, and gives pools with common pages to the shim:
         // both must be the same process. The VMM wrote the process id, and could name a process of
@@ -151,8 +149,15 @@ impl Guest {
         for file in image_files(&dir)? {
             images.add(file, pid)?;
         }
-        let (merging, may_pin) = (Merging::default(), opened.may_pin);
+        let merging = Merging::default();
         Ok(Self { pid, pages, merging, dir, shim, ram, start, may_pin })
+    }
+
+    /// Looks for devices and files that were added to it. Refuses it if it must not be merged any
+    /// more.
+    pub(super) fn refresh(&mut self, proc: &Path) -> io::Result<()> {
+        self.may_pin = check(proc, self.pid)?;
+        Ok(())
     }
 
     /// Runs of pools that it may still get. A run takes two mappings: its own, and the rest of the
@@ -160,7 +165,7 @@ impl Guest {
     pub(super) fn runs_left(&self) -> usize {
         let limit = kernel_text::read("/proc/sys/vm/max_map_count".as_ref()).ok();
         let limit = limit.and_then(|text| text.trim().parse::<usize>().ok()).unwrap_or(65_530);
-        let maps = kernel_text::read(&self.dir.join("maps"));
+        let maps = maps(&self.dir);
         let used = maps.map_or(limit, |maps| maps.lines().count());
         #[expect(
             clippy::cast_possible_truncation,
@@ -247,10 +252,12 @@ impl Guest {
     /// second time otherwise, and all pages of wasted pools.
     pub(super) fn convert(
         &mut self,
+        proc: &Path,
         content: &Content,
         is_wasted: &dyn Fn(u64) -> bool,
         run_min: usize,
     ) -> io::Result<()> {
+        self.refresh(proc)?;
         if !self.can_convert() {
             return Ok(());
         }
@@ -300,6 +307,16 @@ impl Guest {
     }
 }
 
+/// Refuses a process that must not be merged. Otherwise, whether the kernel may have pinned pages of
+/// it.
+fn check(proc: &Path, pid: u32) -> io::Result<bool> {
+    let opened = opened(proc, pid)?;
+    match opened.refusal {
+        Some(refusal) => Err(io::Error::new(io::ErrorKind::Unsupported, refusal)),
+        None => Ok(opened.may_pin),
+    }
+}
+
 fn run(pages: &Range<usize>, pool: u32, pool_page: u32) -> Run {
     let count = u32::try_from(pages.len()).unwrap_or(u32::MAX);
     Run { page: pages.start as u64, pool, pool_page, pages: count, reserved: 0 }
@@ -308,10 +325,9 @@ fn run(pages: &Range<usize>, pool: u32, pool_page: u32) -> Run {
 /// The files of the image that a VMM shows its guest. Opens the mapped file itself: its path may
 /// lead to another file by now.
 fn image_files(dir: &Path) -> io::Result<Vec<File>> {
-    let maps = kernel_text::read(&dir.join("maps"))?;
+    let maps = maps(dir)?;
     let devices = maps.lines().filter_map(mapping).filter(Mapping::is_device);
-    let links: BTreeMap<_, _> = devices
-        .map(|it| (it.file, format!("map_files/{:x}-{:x}", it.addresses.start, it.addresses.end)))
-        .collect();
-    links.into_values().map(|link| File::open(dir.join(link))).collect()
+    let links: BTreeMap<_, _> =
+        devices.map(|it| it.piece()).map(|piece| (piece.file, piece.link(dir))).collect();
+    probe_and_access(dir, move || links.into_values().map(File::open).collect())
 }

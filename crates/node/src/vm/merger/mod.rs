@@ -27,7 +27,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
-use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use cofolio_shim::protocol;
@@ -37,8 +37,8 @@ pub use self::guest::Merging;
 use super::{VmRecord, VmStatus, socket};
 use crate::run_dir::RunDir;
 
-/// The merger waits this long for the pass of a trust domain. A longer pass continues on its
-/// thread.
+/// The merger waits this long for the passes of all trust domains, which run at the same time. A
+/// longer pass continues on its thread, and the others do not wait for it again.
 const PASS_MAX: Duration = Duration::from_secs(20);
 
 /// Bounds of merging.
@@ -120,12 +120,20 @@ pub struct Merger {
     domains: BTreeMap<String, Slot>,
 }
 
-/// A trust domain between two passes, or in one.
+/// A trust domain, with the report of its last pass.
 #[derive(Debug)]
-enum Slot {
+struct Slot {
+    state: State,
+    last: MergeReport,
+    /// No pass before, to stay within [`MergePolicy::share`].
+    rests_until: Instant,
+}
+
+#[derive(Debug)]
+enum State {
     Idle(Box<Domain>),
-    /// A thread has it. With the report of its last pass.
-    Busy(Receiver<Passed>, MergeReport),
+    /// A thread has it.
+    Busy(Receiver<Passed>),
 }
 
 /// A pass has ended.
@@ -134,6 +142,7 @@ struct Passed {
     domain: Box<Domain>,
     report: MergeReport,
     said: Vec<String>,
+    took: Duration,
 }
 
 /// Result of a pass.
@@ -170,77 +179,114 @@ impl Merger {
             by_domain.entry(target.domain.clone()).or_default().push(target);
         }
         for name in by_domain.keys() {
-            let new = || Slot::Idle(Box::new(Domain::new(self.policy)));
-            self.domains.entry(name.clone()).or_insert_with(new);
+            self.domains.entry(name.clone()).or_insert_with(|| Slot::new(self.policy));
+        }
+        // A domain without a guest.
+        self.domains.retain(|name, slot| by_domain.contains_key(name) || !slot.is_idle());
+        // Each domain has a part of the time, so that none takes that of the others.
+        let share = self.policy.share.max(0.001) / self.domains.len().max(1) as f64;
+        let mut started = Vec::new();
+        for (name, slot) in &mut self.domains {
+            slot.collect(name, Duration::ZERO, self.policy, share, log);
+            started.push(slot.start(name, by_domain.remove(name).unwrap_or_default(), log));
         }
         let mut report = MergeReport::default();
-        for (name, slot) in std::mem::take(&mut self.domains) {
-            let targets = by_domain.remove(&name).unwrap_or_default();
-            let is_over = targets.is_empty();
-            let (slot, of_domain) = slot.pass(&name, targets, self.policy, log);
-            report.hashed_pages += of_domain.hashed_pages;
-            report.new_pool_pages += of_domain.new_pool_pages;
-            report.pool_bytes += of_domain.pool_bytes;
-            report.guests.extend(of_domain.guests);
-            if !(is_over && matches!(slot, Slot::Idle(_))) {
-                self.domains.insert(name, slot);
+        let mut wait = None;
+        for ((name, slot), started) in self.domains.iter_mut().zip(started) {
+            if started {
+                let within = PASS_MAX.saturating_sub(began.elapsed());
+                slot.collect(name, within, self.policy, share, log);
+                if !slot.is_idle() {
+                    let seconds = PASS_MAX.as_secs();
+                    log(&format!("merging in trust domain {name} still goes on after {seconds} s"));
+                }
+            }
+            report.add(&mut slot.last);
+            if slot.is_idle() {
+                let rest = slot.rests_until.saturating_duration_since(Instant::now());
+                wait = Some(wait.map_or(rest, |wait: Duration| wait.min(rest)));
             }
         }
-        // Counts all threads as busy the whole time, which includes the time of the shims.
-        let used = began.elapsed().mul_f64(self.policy.threads as f64);
-        let rest = used.div_f64(self.policy.share.max(0.001)).saturating_sub(began.elapsed());
-        report.wait = rest.max(self.policy.period.saturating_sub(began.elapsed()));
+        report.wait =
+            wait.unwrap_or_default().max(self.policy.period.saturating_sub(began.elapsed()));
         report
     }
 }
 
+impl MergeReport {
+    /// Adds a domain's report. Its pages are only counted once.
+    fn add(&mut self, of_domain: &mut Self) {
+        self.hashed_pages += std::mem::take(&mut of_domain.hashed_pages);
+        self.new_pool_pages += std::mem::take(&mut of_domain.new_pool_pages);
+        self.pool_bytes += of_domain.pool_bytes;
+        self.guests.extend(of_domain.guests.clone());
+    }
+}
+
 impl Slot {
-    /// One pass of a trust domain, on a thread of its own: a VMM can block a thread that reads its
-    /// memory for as long as it lives, and must not block other domains.
-    fn pass(
-        self,
-        name: &str,
-        targets: Vec<Target>,
-        policy: MergePolicy,
-        log: &dyn Fn(&str),
-    ) -> (Self, MergeReport) {
-        let mut domain = match self {
-            Self::Idle(domain) => domain,
-            Self::Busy(thread, last) => match thread.try_recv() {
-                Ok(passed) => {
-                    passed.said.iter().for_each(|line| log(line));
-                    passed.domain
-                }
-                Err(TryRecvError::Empty) => return (Self::Busy(thread, last.clone()), last),
-                // It has panicked. The new domain adopts the pools from the shims.
-                Err(TryRecvError::Disconnected) => Box::new(Domain::new(policy)),
-            },
-        };
-        let last = domain.report();
+    fn new(policy: MergePolicy) -> Self {
+        let state = State::Idle(Box::new(Domain::new(policy)));
+        Self { state, last: MergeReport::default(), rests_until: Instant::now() }
+    }
+
+    fn is_idle(&self) -> bool {
+        matches!(self.state, State::Idle(_))
+    }
+
+    /// Starts a pass on a thread of its own, unless one goes on or it rests: a VMM can block a thread
+    /// that reads its memory for as long as it lives, and must not block other domains. Returns
+    /// whether it did.
+    fn start(&mut self, name: &str, targets: Vec<Target>, log: &dyn Fn(&str)) -> bool {
+        if Instant::now() < self.rests_until || !self.is_idle() {
+            return false;
+        }
         let (done, thread) = mpsc::channel();
+        let State::Idle(mut domain) = std::mem::replace(&mut self.state, State::Busy(thread))
+        else {
+            return false;
+        };
         let work = move || {
+            let began = Instant::now();
             let (report, said) = domain.pass(targets);
-            let _ = done.send(Passed { domain, report, said });
+            let _ = done.send(Passed { domain, report, said, took: began.elapsed() });
         };
         let spawned = std::thread::Builder::new().name("merger".to_owned()).spawn(work);
         if let Err(error) = spawned {
-            log(&format!("no thread for the merging of trust domain {name}: {error}"));
+            log(&format!("no thread for merging in trust domain {name}: {error}"));
         }
-        match thread.recv_timeout(PASS_MAX) {
-            Ok(Passed { domain, report, said }) => {
+        true
+    }
+
+    /// Waits for the end of its pass, if one goes on.
+    fn collect(
+        &mut self,
+        name: &str,
+        within: Duration,
+        policy: MergePolicy,
+        share: f64,
+        log: &dyn Fn(&str),
+    ) {
+        let State::Busy(thread) = &self.state else { return };
+        match thread.recv_timeout(within) {
+            Ok(Passed { domain, report, said, took }) => {
                 said.iter().for_each(|line| log(line));
-                (Self::Idle(domain), report)
+                (self.state, self.last) = (State::Idle(domain), report);
+                // Counts all threads as busy the whole time, which includes the time of the shims.
+                let used = took.mul_f64(policy.threads as f64);
+                self.rests_until = Instant::now() + used.div_f64(share).saturating_sub(took);
             }
-            Err(_) => {
-                log(&format!("the merging of trust domain {name} does not go on"));
-                (Self::Busy(thread, last.clone()), last)
+            Err(RecvTimeoutError::Timeout) => {}
+            // The new domain adopts the pools from the shims.
+            Err(RecvTimeoutError::Disconnected) => {
+                log(&format!("the thread that merges in trust domain {name} has failed"));
+                *self = Self::new(policy);
             }
         }
     }
 }
 
-/// Takes work. In the head of a `while let` the lock would be held for the body as well, and all threads
-/// but one would wait.
+/// Takes work. In the head of a `while let` the lock would be held for the body as well, and all
+/// threads but one would wait.
 fn next<T>(work: &Mutex<Vec<T>>) -> Option<T> {
     lock(work).pop()
 }

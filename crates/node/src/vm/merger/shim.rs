@@ -5,11 +5,13 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cofolio_shim::message::{receive, send};
 use cofolio_shim::protocol::{Head, Hello, Outcome, Plain, RUN_PAGES_MAX, Run, kind};
 use rustix::io::Errno;
+
+use crate::vm::socket::Patient;
 
 /// How long a shim may take for an answer. A run takes some milliseconds at most.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -17,7 +19,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// A connection to a shim.
 #[derive(Debug)]
 pub(super) struct Shim {
-    socket: UnixStream,
+    socket: Patient,
     /// Pools and images that it has, by number.
     pools: HashSet<u32>,
 }
@@ -25,8 +27,7 @@ pub(super) struct Shim {
 impl Shim {
     /// Asks where the guest's memory is.
     pub(super) fn new(socket: UnixStream) -> io::Result<(Self, Hello)> {
-        socket.set_write_timeout(Some(ANSWER))?;
-        let mut shim = Self { socket, pools: HashSet::new() };
+        let mut shim = Self { socket: Patient::new(socket, ANSWER)?, pools: HashSet::new() };
         shim.send(Head { kind: kind::HELLO, ..Head::default() }, None)?;
         let mut hello = [Hello::default()];
         shim.receive(Plain::bytes_mut(&mut hello))?;
@@ -46,10 +47,9 @@ impl Shim {
             let what = format!("it has {count} pools, more than its guest's memory can need");
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
-        let until = Instant::now() + ANSWER;
+        self.socket.begin();
         let one = |_| {
-            self.wait_until(until)?;
-            let (head, file) = receive(&self.socket)?;
+            let (head, file) = self.socket.in_time().and_then(receive).map_err(late)?;
             let file = file.ok_or(io::ErrorKind::InvalidData)?;
             Ok((head.argument, File::from(file)))
         };
@@ -83,7 +83,7 @@ impl Shim {
     pub(super) fn ask(&mut self, kind: u32, runs: &[Run]) -> io::Result<Vec<Outcome>> {
         let count = u32::try_from(runs.len()).unwrap_or(u32::MAX);
         self.send(Head { kind, count, ..Head::default() }, None)?;
-        self.socket.write_all(Plain::bytes(runs))?;
+        self.socket.socket().write_all(Plain::bytes(runs))?;
         let mut outcomes = vec![Outcome::default(); runs.len()];
         self.receive(Plain::bytes_mut(&mut outcomes))?;
         if let Some((run, outcome)) = runs.iter().zip(&outcomes).find(|it| !is_possible(it)) {
@@ -93,31 +93,14 @@ impl Shim {
         Ok(outcomes)
     }
 
-    /// Fills `bytes` with an answer. A timeout of the socket is one of each read, and a shim that
-    /// sends a byte now and then would hold the merger up for ever.
-    fn receive(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
-        let until = Instant::now() + ANSWER;
-        while !bytes.is_empty() {
-            self.wait_until(until)?;
-            match self.socket.read(bytes) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => bytes = &mut bytes[read..],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(late()),
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// The next read waits until then at most.
-    fn wait_until(&self, until: Instant) -> io::Result<()> {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(late()) } else { self.socket.set_read_timeout(Some(left)) }
+    /// Fills `bytes` with an answer.
+    fn receive(&mut self, bytes: &mut [u8]) -> io::Result<()> {
+        self.socket.begin();
+        self.socket.read_exact(bytes).map_err(late)
     }
 
     fn send(&mut self, head: Head, file: Option<&File>) -> io::Result<()> {
-        send(&self.socket, head, file.map(File::as_fd))
+        send(self.socket.socket(), head, file.map(File::as_fd))
     }
 
     fn errno(&mut self) -> io::Result<()> {
@@ -134,8 +117,13 @@ fn is_possible((run, outcome): &(&Run, &Outcome)) -> bool {
     all <= run.pages && !(pages..RUN_PAGES_MAX).any(|page| outcome.is_merged(page))
 }
 
-fn late() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "its shim does not answer")
+fn late(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "its shim does not answer")
+        }
+        _ => error,
+    }
 }
 
 fn error_of(errno: u32) -> io::Error {

@@ -107,13 +107,18 @@ impl Controller {
         sample.filled.saturating_sub(self.memory.saturating_sub(sample.free))
     }
 
+    /// How much of that is more than the reserve.
+    pub(super) fn excess(&self, sample: &Sample) -> u64 {
+        self.unreturned(sample).saturating_sub(self.policy.reserve)
+    }
+
     /// Takes a sample. Returns how many bytes a pulse is to take now, if there is to be one.
     pub(super) fn sample(&mut self, sample: Sample, pressure: Pressure) -> Option<u64> {
         let unreturned = self.unreturned(&sample);
         let last = self.last.replace(sample);
         // Freed after the guest had spoken last, as far as anybody knows.
         let (since, held) = last.map_or((sample.at, 0), |last| (last.said, last.filled));
-        let excess = unreturned.saturating_sub(self.policy.reserve);
+        let excess = self.excess(&sample);
         self.waiting.give(held.saturating_sub(sample.filled), sample.at);
         self.waiting.set(excess, since);
         self.judge_last_pulse(&sample);

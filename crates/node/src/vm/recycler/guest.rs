@@ -53,7 +53,8 @@ enum Phase {
 }
 
 impl Guest {
-    /// With `memory` bytes. A balloon that is inflated is let go: whoever inflated it was killed.
+    /// With `memory` bytes. A balloon that is inflated is let go: an earlier recycler was killed
+    /// within a pulse.
     ///
     /// # Errors
     /// Those of the balloon and of looking at the VMM's process.
@@ -65,8 +66,9 @@ impl Guest {
         now: Duration,
     ) -> io::Result<Self> {
         let mut phase = Phase::Idle;
+        // Also where it is not inflated yet: the guest may follow an earlier request late.
+        balloon.set(memory)?;
         if balloon.actual()? < memory {
-            balloon.set(memory)?;
             phase = Phase::Deflating { began: now, asked: now };
         }
         let before = host.count()?.private;
@@ -176,9 +178,9 @@ impl Guest {
             Sample { at: now, said, free, filled, stalls }
         };
         let estimate = self.host.estimate()?;
-        // Counted only where it may matter: the emulator's own memory changes as well.
-        let unreturned = self.controller.unreturned(&sample(estimate));
-        let filled = if unreturned > 0 { self.host.count()? } else { estimate };
+        // Counted only where a pulse may follow: the emulator's own memory changes as well.
+        let excess = self.controller.excess(&sample(estimate));
+        let filled = if excess > 0 { self.host.count()? } else { estimate };
         let bytes = self.controller.sample(sample(filled), pressure);
         self.recycling.free_bytes = free;
         self.recycling.cache_bytes = guest.caches.min(self.memory);

@@ -266,6 +266,7 @@ impl Recycler {
         let Ok(list) = super::list(&self.run, &mut failed) else { return };
         let living: HashMap<_, _> = list
             .into_iter()
+            .filter(|status| !status.record.attached().is_some_and(|it| it.detaching))
             .filter_map(|status| Some((status.record.name.clone(), (status.pid?, status))))
             .collect();
         let gone = self

@@ -90,10 +90,13 @@ impl Balloon for QemuBalloon {
         if self.property("deflate-on-oom")? != true {
             return Ok(Some(NO_DEFLATE.to_owned()));
         }
-        // QEMU from 7.2 on. An older one is asked in vain, and what it would say stays unknown.
         let path = format!("{}/virtio-backend", self.path);
-        let status = self.qmp.call("x-query-virtio-status", json!({ "path": path }));
-        let refusal = status.ok().and_then(|status| refusal_of_features(&status));
+        let refusal = match self.qmp.call("x-query-virtio-status", json!({ "path": path })) {
+            Ok(status) => refusal_of_features(&status),
+            // A QEMU before 7.2 does not know the question.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => None,
+            Err(error) => return Err(error),
+        };
         Ok(refusal.or(refusal_of_migration(&self.qmp.call("query-migrate", json!({}))?)))
     }
 }
