@@ -16,7 +16,7 @@ use cofolio_node::vm::recycler::Policy;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
 use rustix::fs::{FlockOperation, flock};
-use rustix::process::{Resource, getrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
@@ -108,6 +108,9 @@ const DESCRIPTORS_MIN: u64 = 1024;
 /// # Errors
 /// [`DaemonError`]. A figure that cannot be taken is logged and is no error.
 pub fn serve(options: Options, reload: Reload<'_>, log: Log<'_>) -> Result<(), DaemonError> {
+    // A pool of merged pages has a descriptor for each 4 MiB.
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     if descriptors < DESCRIPTORS_MIN {
         return Err(DaemonError::Descriptors(descriptors));

@@ -10,6 +10,8 @@ pub const RUNS_MAX: usize = 4096;
 pub const ZEROS: u32 = u32::MAX;
 /// Variable with the number of a listening socket.
 pub const SOCKET: &str = "COFOLIO_SHIM_SOCKET";
+/// Variable with the number of a descriptor of `/dev/userfaultfd`.
+pub const USERFAULTFD: &str = "COFOLIO_SHIM_USERFAULTFD";
 /// Variable with the bytes of the guest's memory.
 pub const MEMORY: &str = "COFOLIO_SHIM_MEMORY";
 

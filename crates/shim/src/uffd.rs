@@ -69,6 +69,8 @@ const UFFDIO_WAKE: u64 = request(true, 0x02, size_of::<Range>());
 const UFFDIO_ZEROPAGE: u64 = request(false, 0x04, size_of::<Zeropage>());
 const UFFDIO_MOVE: u64 = request(false, 0x05, size_of::<Move>());
 const UFFDIO_WRITEPROTECT: u64 = request(false, 0x06, size_of::<Writeprotect>());
+/// Of `/dev/userfaultfd`: `_IO(0xAA, 0)`.
+const USERFAULTFD_IOC_NEW: u64 = API << 8;
 const MODE_DONTWAKE: u64 = 1;
 
 /// A userfaultfd. Addresses and lengths are multiples of a page. The kernel refuses ranges of the wrong
@@ -78,7 +80,8 @@ pub(crate) struct Uffd(OwnedFd);
 
 impl Uffd {
     /// One that moves pages and write-protects without waiting (Linux 6.8). Fails with `EINVAL`
-    /// before, and with `EPERM` where only root may wait for the kernel's own accesses.
+    /// before, and with `EPERM` if this process has neither root's privileges nor a descriptor of
+    /// `/dev/userfaultfd`.
     pub(crate) fn moving() -> io::Result<Self> {
         Self::new(FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED | FEATURE_MOVE)
     }
@@ -89,9 +92,14 @@ impl Uffd {
     }
 
     fn new(features: u64) -> io::Result<Self> {
-        // SAFETY: the call takes integers, and returns a descriptor that nobody else has.
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        let device = std::env::var(crate::protocol::USERFAULTFD).ok();
+        // SAFETY: the calls take integers, and return a descriptor that nobody else has.
         let fd = unsafe {
-            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
+            let fd = match device.and_then(|device| device.parse::<i32>().ok()) {
+                Some(device) => libc::ioctl(device, USERFAULTFD_IOC_NEW as _, flags).into(),
+                None => libc::syscall(libc::SYS_userfaultfd, flags),
+            };
             let fd = i32::try_from(fd).map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;
             if fd < 0 {
                 return Err(io::Error::last_os_error());

@@ -21,6 +21,14 @@ pub fn inherit(command: &mut Command, fd: OwnedFd) {
     unsafe { command.pre_exec(clear) };
 }
 
+/// The program that `command` starts gets no further privileges by executing others
+/// (`PR_SET_NO_NEW_PRIVS`, prctl(2)).
+pub fn no_new_privileges(command: &mut Command) {
+    // SAFETY: between fork and exec a child may only do what is async-signal-safe. The closure makes
+    // one system call, and neither allocates nor takes a lock.
+    unsafe { command.pre_exec(|| Ok(rustix::thread::set_no_new_privs(true)?)) };
+}
+
 /// First Linux with which KSM reaches a program through exec. `PR_SET_MEMORY_MERGE` came with 6.4; exec
 /// took the permission away until 6.7, and until 6.9 ksmd did not learn of the new program's memory.
 const KSM_EXEC: (u32, u32) = (6, 9);

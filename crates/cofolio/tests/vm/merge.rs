@@ -156,6 +156,27 @@ fn assert_parts_add_up(host: &Host) {
     assert!(shared + 2 >= image + pools / 2, "{shared} of {image} and {pools}");
 }
 
+/// Each VMM is a user of its own without privileges: a guest that breaks out of it could read the
+/// memory of all others otherwise.
+#[track_caller]
+fn assert_unprivileged(host: &Host) {
+    let status = |guest: &Value| {
+        let status = fs::read_to_string(format!("/proc/{}/status", guest["pid"])).unwrap();
+        let line = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(line("CapEff:"), ["0000000000000000"]);
+        assert_eq!((line("NoNewPrivs:"), line("Seccomp:")), (vec!["1".into()], vec!["2".into()]));
+        let ids = line("Uid:");
+        assert!(ids[0] != "0" && ids.iter().all(|id| *id == ids[0]), "{ids:?}");
+        assert_eq!(ids, line("Gid:"));
+        ids[0].clone()
+    };
+    let users: Vec<String> = host.guests().iter().map(status).collect();
+    assert_ne!(users[0], users[1]);
+}
+
 /// Common pages of guests are in memory once, and each guest reads its own data. A new daemon
 /// continues with the pools of a killed one.
 #[test]
@@ -165,6 +186,7 @@ fn the_daemon_merges_what_guests_have_in_common() {
         return skip("the_daemon_merges_what_guests_have_in_common", "tools/guest was not run");
     }
     fill(&host, &["one", "two"]);
+    assert_unprivileged(&host);
     let first = daemon(&host);
     let pools = merged(&host, 2);
     assert!(pools < 60 << 20, "{pools}");

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use cofolio_guest::CHANNEL_PORT;
 use cofolio_sys::process::inherit;
@@ -16,7 +16,8 @@ use super::initramfs::beside;
 use super::vmm::{Channel, Launch, Machine};
 use super::{merger, socket};
 use crate::mount::At as _;
-use crate::programs;
+use crate::run_dir::running::random_number;
+use crate::{kernel_text, programs};
 
 /// The first PCI slot of the image's devices, eight to a slot; those before are for the others.
 const FIRST_SLOT: usize = 8;
@@ -80,7 +81,15 @@ pub(super) fn launch(machine: &Machine<'_>, program: &Path) -> Result<Launch> {
     }
     let mut command = Command::new(program);
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-    command.args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,resourcecontrol=deny"]);
+    let sandbox = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
+    // It has opened all files by then. A guest that breaks out of QEMU finds nothing that is its own.
+    match new_user(Path::new("/proc/self")) {
+        Some(user) => {
+            command.args(["-sandbox", sandbox]);
+            command.args(become_user(program, user).at("asking", program)?);
+        }
+        None => _ = command.args(["-sandbox", &format!("{sandbox},elevateprivileges=deny")]),
+    }
     command.args(["-name", &format!("{},debug-threads=on", machine.name)]);
     match machine.accel {
         Accel::Kvm => {
@@ -141,6 +150,42 @@ pub(super) fn launch(machine: &Machine<'_>, program: &Path) -> Result<Launch> {
     Ok(Launch { command, channel: Channel::Connected(channel) })
 }
 
+/// The first user id of virtual machines, and how many there are. systemd gives ids below to
+/// containers, and gives none of these to anybody (its UIDS-GIDS.md).
+const USER_FIRST: u64 = 1_879_048_192;
+const USERS: u64 = 1 << 27;
+
+/// A user id for a VMM. Two machines have the same one only by an unlikely chance. None if this
+/// process is in a user namespace without these ids, where root is no real root either.
+fn new_user(process: &Path) -> Option<u64> {
+    let is_mapped = |file: &str| {
+        let text = kernel_text::read(&process.join(file)).unwrap_or_default();
+        text.lines().any(|line| {
+            let mut numbers = line.split_whitespace().map_while(|word| word.parse::<u64>().ok());
+            let first = numbers.next();
+            // Between them is the id outside.
+            let count = numbers.nth(1);
+            let ends = |(first, count): (u64, u64)| {
+                first <= USER_FIRST && { first + count >= USER_FIRST + USERS }
+            };
+            first.zip(count).is_some_and(ends)
+        })
+    };
+    (is_mapped("uid_map") && is_mapped("gid_map")).then(|| USER_FIRST + random_number() % USERS)
+}
+
+/// Options by which QEMU becomes a user before the guest starts. Those before 9.1 know only the first,
+/// which later ones warn of.
+fn become_user(program: &Path, user: u64) -> std::io::Result<[String; 2]> {
+    let help = Command::new(program).arg("-help").stdin(Stdio::null()).output()?.stdout;
+    let help = String::from_utf8_lossy(&help).into_owned();
+    let knows = help.lines().any(|line| line.starts_with("-run-with") && line.contains("user="));
+    Ok(match knows {
+        false => ["-runas".to_owned(), format!("{user}:{user}")],
+        true => ["-run-with".to_owned(), format!("user={user}:{user}")],
+    })
+}
+
 /// A path in an option: QEMU reads a comma as its end, and two as one.
 fn escaped(path: &Path) -> OsString {
     use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -150,7 +195,25 @@ fn escaped(path: &Path) -> OsString {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
     use super::*;
+
+    #[test]
+    fn a_user_namespace_without_these_users_has_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let user = |map: &str| {
+            std::fs::write(dir.path().join("uid_map"), map).unwrap();
+            std::fs::write(dir.path().join("gid_map"), map).unwrap();
+            new_user(dir.path())
+        };
+        let all = "         0          0 4294967295\n";
+        assert!((USER_FIRST..USER_FIRST + USERS).contains(&user(all).unwrap()));
+        assert_ne!(user(all), user(all));
+        for map in ["0 100000 65536\n", "0 0 1879048192\n1879048193 5 4000000000\n", "", "x"] {
+            assert_eq!(user(map), None, "{map}");
+        }
+    }
 
     #[test]
     fn a_comma_in_a_path_ends_no_option() {

@@ -251,6 +251,7 @@ impl Machines<'_> {
         if request.ksm {
             cofolio_sys::process::allow_ksm(&mut command).map_err(failed)?;
         }
+        cofolio_sys::process::no_new_privileges(&mut command);
         // Signals of a terminal are for this process.
         command.process_group(0);
         let mut child = command.spawn().map_err(failed)?;

@@ -22,6 +22,7 @@ mod scan;
 mod shim;
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -106,6 +107,12 @@ pub fn preload(
     memory_bytes: u64,
 ) -> io::Result<()> {
     let socket = OwnedFd::from(socket::listen(dir, "merge")?);
+    // Without root's privileges a process makes a userfaultfd for the kernel's accesses only by this.
+    // Where it is missing (before Linux 6.1) pages cannot be moved either.
+    if let Ok(device) = File::options().read(true).write(true).open("/dev/userfaultfd") {
+        command.env(protocol::USERFAULTFD, device.as_raw_fd().to_string());
+        cofolio_sys::process::inherit(command, device.into());
+    }
     command.env("LD_PRELOAD", library);
     command.env(protocol::SOCKET, socket.as_raw_fd().to_string());
     command.env(protocol::MEMORY, memory_bytes.to_string());
