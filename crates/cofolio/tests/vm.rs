@@ -267,6 +267,26 @@ fn killed_processes_leave_a_machine_that_can_be_removed() {
     host.assert_clean();
 }
 
+/// The guest's first process wrote the program's status to a port that nobody had any more, and the
+/// kernel had it wait for ever: the VMM, its memory, its lock and its root in the store stayed.
+#[test]
+fn an_unattended_machine_ends_with_its_program() {
+    let test = "an_unattended_machine_ends_with_its_program";
+    let Some(host) = host(test) else { return };
+    let script = "echo ready; while ! [ -e /tmp/end ]; do sleep 1; done";
+    let mut command = host.command(&host.args(&["--name", "one"], script));
+    drop(Killed::ready(command.stderr(Stdio::null()), "ready"));
+    let guest = &host.guests()[0];
+    assert_eq!(guest["state"], "unattended");
+    let vmm = format!("/proc/{}/cmdline", guest["pid"]);
+    host.run(&["vm", "exec", "one", "busybox", "touch", "/tmp/end"]).ok();
+    until("the VMM has ended", || (host.guests()[0]["state"] == "ended").then_some(()));
+    assert_eq!(fs::read(vmm).unwrap_or_default(), b"");
+    // Whatever comes next finds what is left.
+    host.run(&["gc"]).ok();
+    host.assert_clean();
+}
+
 /// A pulse that a killed daemon has left would keep the guest's memory for good.
 #[test]
 fn the_daemon_returns_freed_memory_and_lets_balloons_go() {

@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::Path;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,8 @@ use crate::{children, devices, exec, workload, writable};
 const DEVICE_SECONDS_MAX: u64 = 60;
 /// How long the host may take to read the last message.
 const LAST_SECONDS_MAX: i64 = 10;
+/// How often the first process looks whether the host has gone while it waits to write.
+const LOOK: Duration = Duration::from_millis(100);
 /// Where the image is mounted, and then its overlay.
 const IMAGE: &str = "/image";
 const ROOT: &str = "/root";
@@ -75,11 +78,10 @@ impl Host {
     }
 
     /// Whether it was told.
-    fn say_last(&mut self, last: &Message) -> bool {
-        let is_vsock = self.wants(VSOCK_WORD);
-        let Some(channel) = &mut self.channel else { return false };
-        let is_told = last.write(channel).is_ok();
-        if !is_vsock {
+    fn say_last(&self, last: &Message) -> bool {
+        let Some(channel) = &self.channel else { return false };
+        let is_told = write(channel, last).is_ok();
+        if !self.wants(VSOCK_WORD) {
             return is_told;
         }
         // It is on its way only. The host closes the channel when it has it.
@@ -88,6 +90,32 @@ impl Host {
         let _ = poll(&mut closed, Some(&patience));
         is_told
     }
+}
+
+/// Writes a message, however slowly the host reads, unless the host has gone.
+///
+/// A write to a virtio port sleeps until somebody on the host has the other end, so a thread does
+/// it. After `vm run` was killed nobody takes that end again, and the thread stays asleep.
+fn write(channel: &File, message: &Message) -> Result<()> {
+    let (mut port, message) = (channel.try_clone().during("channel")?, message.clone());
+    let (sender, written) = mpsc::channel();
+    let write = move || _ = sender.send(message.write(&mut port));
+    thread::Builder::new().spawn(write).during("channel")?;
+    loop {
+        if let Ok(written) = written.recv_timeout(LOOK) {
+            return written.during("channel");
+        }
+        if !is_connected(channel) {
+            return Err("the host has gone".to_owned());
+        }
+    }
+}
+
+/// Whether somebody on the host has the other end of a channel.
+fn is_connected(channel: &File) -> bool {
+    let mut ends = [PollFd::new(channel, PollFlags::empty())];
+    let polled = poll(&mut ends, Some(&Timespec::default()));
+    polled.is_ok() && !ends[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 /// Until the program of the image has ended; its status.
@@ -112,7 +140,8 @@ fn start(host: &mut Host) -> Result<u8> {
     let first = workload::start(&start).during(start.process.command.join(" "))?;
     let commands = channel.try_clone().during("channel")?;
     let console = workload::open_console(&start.console).during("console")?;
-    Message::Started.write(channel).during("channel")?;
+    // A machine whose `vm run` was killed goes on.
+    let _ = write(channel, &Message::Started);
     thread::spawn(move || obey(commands, first, &console));
     Ok(children::reap_until(first))
 }
@@ -159,8 +188,10 @@ fn open_port() -> Result<File> {
         let port = ports.filter_map(|port| Some(port.ok()?.path())).find(|port| is_it(port))?;
         Some(Path::new("/dev").join(port.file_name()?)).filter(|device| device.exists())
     })?;
-    let options = File::options().read(true).write(true).open(&device);
-    options.during(device.display())
+    let port = File::options().read(true).write(true).open(&device).during(device.display())?;
+    // The kernel hears of the host's end a moment after the port was opened.
+    wait_until("the host's end of the channel", || is_connected(&port).then_some(()))?;
+    Ok(port)
 }
 
 /// Mounts the pack with its segments, and an overlay for changes; returns where the root is.
