@@ -1,8 +1,9 @@
 //! From the kernel to the program of the image, and to the end of both.
 
 use std::convert::Infallible;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
@@ -280,18 +281,17 @@ fn claim(changes: &Path, image: &str) -> Result<()> {
 /// Makes the image the root, with the kernel's filesystems and those that programs expect.
 fn enter_root(root: &Path) -> Result<()> {
     for dir in ["dev", "proc", "sys", "run", "tmp"] {
-        let _ = fs::create_dir(root.join(dir));
+        let path = root.join(dir);
+        // A read-only root stays without.
+        if fs::create_dir(&path).is_ok() && dir == "tmp" {
+            fs::set_permissions(&path, Permissions::from_mode(0o1777)).during("mode of /tmp")?;
+        }
     }
     let dirs = [("/dev", "dev"), ("/proc", "proc"), ("/sys", "sys")];
     for (from, to) in dirs {
         mount_move(from, root.join(to)).during(format_args!("/{to} of the image"))?;
     }
     let in_memory = MountFlags::NOSUID | MountFlags::NODEV;
-    let run = root.join("run");
-    // A read-only root may lack it.
-    if run.is_dir() {
-        mount("run", run, "tmpfs", in_memory, c"mode=0755").during("/run of the image")?;
-    }
     for (kind, dir, options) in [
         ("devpts", "pts", c"newinstance,ptmxmode=0666,mode=0620,gid=5"),
         ("tmpfs", "shm", c"mode=1777"),

@@ -129,6 +129,8 @@ pub(crate) fn import_box(sandbox: &Sandbox, test: &str) -> bool {
     }
     tar.directory("tmp/", 0o1777);
     tar.entry("data/", b'5', 0o700, 1001, 1002, &[]);
+    tar.directory("run/", 0o755);
+    tar.entry("run/box/", b'5', 0o750, 1001, 1002, &[]);
     tar.file("bin/busybox", 0o755, &fs::read(busybox).unwrap());
     tar.file("bin/text", 0o644, b"no program\n");
     tar.file("etc/passwd", 0o644, b"root:x:0:0::/:\nworker:x:1001:1002::/srv:\n");
