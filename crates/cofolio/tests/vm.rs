@@ -31,7 +31,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use cofolio_node::vm::qmp::Qmp;
-use common::machine::{import_box, until_within};
+use common::machine::{import_box, import_box_as, until_within};
 use common::{Killed, Ran, Sandbox, cofolio, program, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -264,6 +264,23 @@ fn killed_processes_leave_a_machine_that_can_be_removed() {
     });
     assert_eq!(ended["exit_status"], 125);
     host.run(&["vm", "stop", "two"]).ok();
+    host.assert_clean();
+}
+
+/// Images of systemd ask for a real-time signal. It became SIGTERM on the host, and the guest would
+/// have dropped it.
+#[test]
+fn the_stop_signal_of_an_image_reaches_its_program() {
+    let test = "the_stop_signal_of_an_image_reaches_its_program";
+    let Some(host) = host(test) else { return };
+    assert!(import_box_as(&host, test, "stop:1", json!({"StopSignal": "SIGRTMIN+3"})));
+    let script = "trap 'exit 5' 37; trap 'exit 6' TERM; echo ready
+        while :; do sleep 1 & wait $!; done";
+    let mut args = host.args(&["--name", "one"], script);
+    args.iter_mut().filter(|arg| **arg == "box:1").for_each(|arg| *arg = "stop:1");
+    let mut running = Killed::ready(host.command(&args).stderr(Stdio::null()), "ready");
+    host.run(&["vm", "stop", "--time", "100", "one"]).ok();
+    assert_eq!(running.0.wait().unwrap().code(), Some(5));
     host.assert_clean();
 }
 

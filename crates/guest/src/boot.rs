@@ -16,7 +16,7 @@ use cofolio_guest::{
 use cofolio_sys::vsock::connect_host;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
-use rustix::process::{Pid, Signal, chroot, kill_process};
+use rustix::process::{Pid, chroot};
 use rustix::system::{RebootCommand, reboot, sethostname};
 
 use crate::{children, devices, exec, workload, writable};
@@ -321,9 +321,7 @@ fn obey(mut channel: File, first: Pid, console: &File) -> Option<Infallible> {
     loop {
         match Message::read(&mut channel) {
             Ok(Message::Signal(number)) => {
-                if let Some(signal) = Signal::from_named_raw(number) {
-                    let _ = kill_process(first, signal);
-                }
+                let _ = cofolio_sys::process::kill(first, number);
             }
             Ok(Message::Size(rows, columns)) => _ = workload::resize(console, rows, columns),
             Ok(_) => {}

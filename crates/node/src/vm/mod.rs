@@ -74,6 +74,7 @@ use crate::processes::{file_id, open_files};
 pub use crate::run_dir::running::State;
 use crate::run_dir::running::{is_locked, is_name, kept_exit_status, lock_ended, read_text};
 use crate::run_dir::{self, RunDir, RunDirError, read_json};
+use crate::signals;
 
 /// How long a VMM may take to die of SIGKILL.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -248,7 +249,8 @@ impl<'a> Machines<'a> {
     /// [`VmError::RunDir`].
     pub fn stop(&self, name: &str, patience: Duration) -> Result<()> {
         let status = self.get(name)?;
-        let signal = signal_number(&status.record.started()?.stop_signal);
+        let signal = &status.record.started()?.stop_signal;
+        let signal = signals::number(signal).unwrap_or(Signal::TERM.as_raw());
         let dir = self.dir().join(name);
         let until = Instant::now() + patience;
         // Before the question whose it is: the number cannot be another one's then.
@@ -414,20 +416,4 @@ fn remove_files(dir: &Path) -> Result<(), RunDirError> {
         }
         _ => Ok(()),
     }
-}
-
-/// The number of a signal by its name or number; SIGTERM's for what is neither.
-fn signal_number(name: &str) -> i32 {
-    let plain = name.strip_prefix("SIG").unwrap_or(name);
-    let named = [
-        ("HUP", Signal::HUP),
-        ("INT", Signal::INT),
-        ("QUIT", Signal::QUIT),
-        ("KILL", Signal::KILL),
-        ("USR1", Signal::USR1),
-        ("USR2", Signal::USR2),
-        ("WINCH", Signal::WINCH),
-    ];
-    let found = named.iter().find(|(name, _)| *name == plain).map(|(_, signal)| signal.as_raw());
-    found.or_else(|| plain.parse().ok()).unwrap_or(Signal::TERM.as_raw())
 }
