@@ -9,10 +9,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use cofolio_guest::{Message, Start, VSOCK_PORT};
+use cofolio_guest::{Message, Start, Upper, VSOCK_PORT};
 use serde_json::{Value, json};
 
-use super::common::{has_ksm, program};
+use super::common::{has_ksm, program, skip};
 use super::{Host, host, until};
 
 impl Host {
@@ -51,7 +51,8 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     let _ = fs::remove_file(host.path("end"));
     assert!(Command::new("mkfifo").arg(host.path("end")).status().unwrap().success());
     let ksm: &[&str] = if has_ksm("a part of `vm run --vmm`") { &["--ksm"] } else { &[] };
-    let options = [&["--accel", "kvm"], ksm].concat();
+    let disk = format!("{}:64M", host.text("disk"));
+    let options = [&["--accel", "kvm", "--disk", &disk], ksm].concat();
     let mut run = host.vm_run(&programs, vmm, &options).spawn().unwrap();
     let said = until("the VMM is started", || {
         if let Some(status) = run.try_wait().unwrap() {
@@ -99,9 +100,19 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     (dir, args, *start)
 }
 
+/// The host, if it can make disks; says why not.
+fn host_with_disks(test: &str) -> Option<Host> {
+    if program("mkfs.ext4").is_none() {
+        skip(test, "no mkfs.ext4");
+        return None;
+    }
+    host(test)
+}
+
 #[test]
 fn a_cloud_hypervisor_is_told_by_options() {
-    let Some(host) = host("a_cloud_hypervisor_is_told_by_options") else { return };
+    let test = "a_cloud_hypervisor_is_told_by_options";
+    let Some(host) = host_with_disks(test) else { return };
     let (dir, args, start) = told(&host, "cloud-hypervisor");
     let value = |option: &str| {
         let at = args.iter().position(|arg| arg == option).unwrap();
@@ -118,11 +129,14 @@ fn a_cloud_hypervisor_is_told_by_options() {
     let pmem: Vec<_> = args.iter().filter(|arg| arg.starts_with("file=")).collect();
     assert!(pmem.iter().all(|arg| arg.ends_with(",discard_writes=on")), "{pmem:?}");
     assert_eq!((pmem.len(), &*start.console), (start.devices.len(), "hvc0"));
+    // It flushes disks without being asked to.
+    assert_eq!(value("--disk"), format!("path={},image_type=raw", host.text("disk")));
+    assert!(matches!(start.upper, Upper::Disk { .. }));
 }
 
 #[test]
 fn a_firecracker_is_told_by_a_file() {
-    let Some(host) = host("a_firecracker_is_told_by_a_file") else { return };
+    let Some(host) = host_with_disks("a_firecracker_is_told_by_a_file") else { return };
     let (_, args, start) = told(&host, "firecracker");
     let (config, args) = args.split_last().unwrap();
     let options = ["--api-sock", "api", "--config-file", "firecracker.json", "--enable-pci"];
@@ -147,6 +161,12 @@ fn a_firecracker_is_told_by_a_file() {
         .collect();
     let wanted: Vec<u64> = start.devices.iter().map(|device| device.size).collect();
     assert_eq!((sizes, &*start.console), (wanted, "ttyS0"));
+    // Flushes were acknowledged without being performed: a crash of the host could lose data that
+    // the guest had synced.
+    let disk = json!([{"drive_id": "disk", "path_on_host": host.text("disk"),
+        "is_root_device": false, "cache_type": "Writeback"}]);
+    assert_eq!(config["drives"], disk);
+    assert!(matches!(start.upper, Upper::Disk { .. }));
 }
 
 /// Nobody waits for a guest whose VMM has given up.
