@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use cofolio_sys::process::inherit;
 use serde_json::{Value, json};
 
 use super::error::{Result, VmError};
@@ -22,11 +23,13 @@ const CONFIG: &str = "firecracker.json";
 /// [`VmError::RunDir`].
 pub(super) fn command(machine: &Machine<'_>, program: &Path) -> Result<Command> {
     let all = machine.dir.parent().unwrap_or(machine.dir);
-    let config = config(machine, &vmlinux(all, machine.kernel)?)?;
+    let kernel = vmlinux(all, machine.kernel)?;
+    let config = config(machine, &kernel.path)?;
     let path = machine.dir.join(CONFIG);
     let text = serde_json::to_vec(&config).map_err(std::io::Error::other).at("writing", &path)?;
     write_file(&path, &text)?;
     let mut command = Command::new(program);
+    inherit(&mut command, kernel.lock);
     // With PCI its guests need no other drivers than those of other VMMs.
     command.args(["--api-sock", "api", "--config-file", CONFIG, "--enable-pci"]);
     // Else its log would be on the guest's console. It overwrites what others write there.

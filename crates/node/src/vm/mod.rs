@@ -7,7 +7,7 @@
 //!                                                                       channel│ console
 //! image config ─▶ Start ──────────────────────────────────────▶ first process ◀┘
 //!
-//! <run>/vms/<key>.initramfs   of one kernel, for all guests; likewise .vmlinux
+//! <run>/vms/<key>.initramfs   of one kernel, for all guests; likewise .vmlinux (see `shared`)
 //! <run>/vms/<name>/           mode 0700
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
@@ -47,6 +47,7 @@ pub mod qmp;
 pub mod ram;
 pub mod recycler;
 mod run;
+mod shared;
 mod socket;
 mod vmlinux;
 mod vmm;
@@ -68,6 +69,7 @@ pub use self::initramfs::initramfs;
 pub use self::kernel::Kernel;
 pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};
+pub use self::shared::SharedFile;
 pub use self::vmm::Vmm;
 use crate::container::pidfd;
 use crate::processes::{file_id, open_files};

@@ -220,7 +220,7 @@ impl Machines<'_> {
             memory_bytes: request.memory_bytes,
             cpus: request.cpus,
             kernel: &request.kernel,
-            initramfs: &initramfs,
+            initramfs: &initramfs.path,
             append: format!("{} {KERNEL_WORDS}", request.vmm.words()),
             files: &attached.files,
             disk: disk.as_ref().map(|disk| &*disk.path),
@@ -235,6 +235,7 @@ impl Machines<'_> {
         let log = dir.join("vmm.log");
         command.stderr(fs::File::create(&log).at("creating", &log)?);
         cofolio_sys::process::inherit(&mut command, lock.try_clone().map_err(failed)?);
+        cofolio_sys::process::inherit(&mut command, initramfs.lock);
         let upper = match disk {
             Some(disk) => {
                 cofolio_sys::process::inherit(&mut command, disk.lock);
