@@ -38,10 +38,14 @@ impl Host {
     }
 }
 
+/// What the script complains of, in bytes: more than is kept.
+const COMPLAINT_BYTES: u64 = 1 << 20;
+
 /// Runs a machine whose VMM is a script: what the VMM is told, from its directory, and the guest.
 fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     let script = format!(
-        "printf '%s\\n' \"$PWD\" \"$@\" >{0}.new; cat /proc/self/smaps >{0}.smaps; mv {0}.new {0}
+        "printf '%s\\n' \"$PWD\" \"$@\" >{0}.new; cat /proc/self/smaps >{0}.smaps
+        head -c {COMPLAINT_BYTES} /dev/zero >&2; mv {0}.new {0}
         echo from the console; read line <{1}; exit 0",
         host.text("told"),
         host.text("end")
@@ -82,6 +86,10 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     assert_eq!((&guest["vmm"], &guest["qmp"]), (&vmm.into(), &Value::Null));
     assert_eq!(guest["api"], dir.join("api").to_str().unwrap());
     host.run(&["vm", "exec", "one", "true"]).fails_with(5).refused("vm exec");
+    // All of it was kept, in memory where `/run` is.
+    let log_bytes = |name: &str| fs::metadata(dir.join(name)).map_or(0, |file| file.len());
+    let kept = log_bytes("vmm.log") + log_bytes("vmm.log.1");
+    assert!(kept > 0 && kept <= 128 << 10, "{kept} bytes of complaints are kept");
     let config = fs::read_to_string(dir.join("firecracker.json"));
     let args = args.into_iter().chain(config).collect();
 
@@ -141,6 +149,8 @@ fn a_firecracker_is_told_by_a_file() {
     let (config, args) = args.split_last().unwrap();
     let options = ["--api-sock", "api", "--config-file", "firecracker.json", "--enable-pci"];
     assert_eq!(args[..5], options);
+    // One log, of limited size: the VMM's standard error.
+    assert_eq!(args[5..], ["--log-path", "/proc/self/fd/2", "--level", "Warn"]);
     let config: Value = serde_json::from_str(config).unwrap();
     let machine = json!({"vcpu_count": 2, "mem_size_mib": 192});
     assert_eq!(config["machine-config"], machine);

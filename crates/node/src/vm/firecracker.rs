@@ -32,8 +32,8 @@ pub(super) fn command(machine: &Machine<'_>, program: &Path) -> Result<Command> 
     inherit(&mut command, kernel.lock);
     // With PCI its guests need no other drivers than those of other VMMs.
     command.args(["--api-sock", "api", "--config-file", CONFIG, "--enable-pci"]);
-    // Else its log would be on the guest's console. It overwrites what others write there.
-    command.args(["--log-path", "firecracker.log", "--level", "Warn"]);
+    // It logs to its standard error, a pipe. By default it would log to the guest's console.
+    command.args(["--log-path", "/proc/self/fd/2", "--level", "Warn"]);
     Ok(command)
 }
 

@@ -17,7 +17,7 @@
 //!   api, vsock, vsock_1024    of other VMMs: of their control protocol, and of the channel to the guest
 //!   merge                     socket of the shim in the VMM's process (see `merger`)
 //!   control                   socket of the process that waits: takes messages for the guest
-//!   vmm.log                   what the VMM complains of
+//!   vmm.log, vmm.log.1        what the VMM complains of, at most LOG_BYTES_MAX each
 //!   output, output.1          console of a detached one, at most OUTPUT_BYTES_MAX each
 //!   input                     FIFO, its console's input; locked by whoever writes to it
 //!   exit                      of a detached one that has ended: its exit status
