@@ -159,7 +159,7 @@ fn say_free_memory() {
 fn receive(channel: &mut File) -> Result<Start> {
     wait_until("what to start", || match Message::read(channel) {
         Ok(Message::Start(start)) => Some(Ok(*start)),
-        Ok(other) => Some(Err(format!("the host's first message is {other:?}"))),
+        Ok(other) => Some(Err(format!("the host's first message is `{}`", other.kind()))),
         Err(MessageError::Closed) => None,
         Err(error) => Some(Err(error.to_string())),
     })?

@@ -343,7 +343,9 @@ fn begin(
         match messages.recv_timeout(LOOK) {
             Ok(Message::Started) => break,
             Ok(Message::Failed(why)) => return Err(VmError::Failed(format!("the guest: {why}"))),
-            Ok(other) => return Err(VmError::Failed(format!("the guest said {other:?}"))),
+            Ok(other) => {
+                return Err(VmError::Failed(format!("the guest said `{}`", other.kind())));
+            }
             Err(RecvTimeoutError::Disconnected) => return Err(ended()),
             Err(RecvTimeoutError::Timeout) if Instant::now() >= until => return Err(late()),
             Err(RecvTimeoutError::Timeout) => {}
