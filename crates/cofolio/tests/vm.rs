@@ -31,7 +31,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use cofolio_node::vm::qmp::Qmp;
-use common::machine::{import_box, until_within};
+use common::machine::{import_box, import_box_as, until_within};
 use common::{Killed, Ran, Sandbox, cofolio, program, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -84,7 +84,8 @@ impl Host {
         self.run(&self.args(options, script))
     }
 
-    /// Nothing of a virtual machine is left, but the initramfs of the next one.
+    /// Nothing of a virtual machine is left, but what the next one of the same kernel can use: an
+    /// initramfs and an ELF file.
     #[track_caller]
     fn assert_clean(&self) {
         let list = |dir: PathBuf| -> Vec<PathBuf> {
@@ -93,10 +94,10 @@ impl Host {
         assert_eq!(list(self.path("store/domains/default/roots/vm")), Vec::<PathBuf>::new());
         for run in list(self.path("run")) {
             let mut left = list(run.join("vms"));
-            left.retain(|path| {
-                let of_kernel = ["initramfs", "vmlinux"].map(|it| Some(it.as_ref()));
-                !of_kernel.contains(&path.extension())
-            });
+            for kind in ["initramfs", "vmlinux"] {
+                let at = left.iter().position(|path| path.extension() == Some(kind.as_ref()));
+                at.map(|at| left.remove(at));
+            }
             assert_eq!(left, Vec::<PathBuf>::new());
         }
     }
@@ -264,6 +265,43 @@ fn killed_processes_leave_a_machine_that_can_be_removed() {
     });
     assert_eq!(ended["exit_status"], 125);
     host.run(&["vm", "stop", "two"]).ok();
+    host.assert_clean();
+}
+
+/// Images of systemd ask for a real-time signal. It became SIGTERM on the host, and the guest would
+/// have dropped it.
+#[test]
+fn the_stop_signal_of_an_image_reaches_its_program() {
+    let test = "the_stop_signal_of_an_image_reaches_its_program";
+    let Some(host) = host(test) else { return };
+    assert!(import_box_as(&host, test, "stop:1", json!({"StopSignal": "SIGRTMIN+3"})));
+    let script = "trap 'exit 5' 37; trap 'exit 6' TERM; echo ready
+        while :; do sleep 1 & wait $!; done";
+    let mut args = host.args(&["--name", "one"], script);
+    args.iter_mut().filter(|arg| **arg == "box:1").for_each(|arg| *arg = "stop:1");
+    let mut running = Killed::ready(host.command(&args).stderr(Stdio::null()), "ready");
+    host.run(&["vm", "stop", "--time", "100", "one"]).ok();
+    assert_eq!(running.0.wait().unwrap().code(), Some(5));
+    host.assert_clean();
+}
+
+/// The guest's first process wrote the program's status to a port that nobody had any more, and the
+/// kernel had it wait for ever: the VMM, its memory, its lock and its root in the store stayed.
+#[test]
+fn an_unattended_machine_ends_with_its_program() {
+    let test = "an_unattended_machine_ends_with_its_program";
+    let Some(host) = host(test) else { return };
+    let script = "echo ready; while ! [ -e /tmp/end ]; do sleep 1; done";
+    let mut command = host.command(&host.args(&["--name", "one"], script));
+    drop(Killed::ready(command.stderr(Stdio::null()), "ready"));
+    let guest = &host.guests()[0];
+    assert_eq!(guest["state"], "unattended");
+    let vmm = format!("/proc/{}/cmdline", guest["pid"]);
+    host.run(&["vm", "exec", "one", "busybox", "touch", "/tmp/end"]).ok();
+    until("the VMM has ended", || (host.guests()[0]["state"] == "ended").then_some(()));
+    assert_eq!(fs::read(vmm).unwrap_or_default(), b"");
+    // Whatever comes next finds what is left.
+    host.run(&["gc"]).ok();
     host.assert_clean();
 }
 

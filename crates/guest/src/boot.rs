@@ -1,9 +1,11 @@
 //! From the kernel to the program of the image, and to the end of both.
 
 use std::convert::Infallible;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,7 +16,7 @@ use cofolio_guest::{
 use cofolio_sys::vsock::connect_host;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_move};
-use rustix::process::{Pid, Signal, chroot, kill_process};
+use rustix::process::{Pid, chroot};
 use rustix::system::{RebootCommand, reboot, sethostname};
 
 use crate::{children, devices, exec, workload, writable};
@@ -23,6 +25,8 @@ use crate::{children, devices, exec, workload, writable};
 const DEVICE_SECONDS_MAX: u64 = 60;
 /// How long the host may take to read the last message.
 const LAST_SECONDS_MAX: i64 = 10;
+/// How often the first process looks whether the host has gone while it waits to write.
+const LOOK: Duration = Duration::from_millis(100);
 /// Where the image is mounted, and then its overlay.
 const IMAGE: &str = "/image";
 const ROOT: &str = "/root";
@@ -75,11 +79,10 @@ impl Host {
     }
 
     /// Whether it was told.
-    fn say_last(&mut self, last: &Message) -> bool {
-        let is_vsock = self.wants(VSOCK_WORD);
-        let Some(channel) = &mut self.channel else { return false };
-        let is_told = last.write(channel).is_ok();
-        if !is_vsock {
+    fn say_last(&self, last: &Message) -> bool {
+        let Some(channel) = &self.channel else { return false };
+        let is_told = write(channel, last).is_ok();
+        if !self.wants(VSOCK_WORD) {
             return is_told;
         }
         // It is on its way only. The host closes the channel when it has it.
@@ -88,6 +91,32 @@ impl Host {
         let _ = poll(&mut closed, Some(&patience));
         is_told
     }
+}
+
+/// Writes a message, however slowly the host reads, unless the host has gone.
+///
+/// A write to a virtio port sleeps until somebody on the host has the other end, so a thread does
+/// it. After `vm run` was killed nobody takes that end again, and the thread stays asleep.
+fn write(channel: &File, message: &Message) -> Result<()> {
+    let (mut port, message) = (channel.try_clone().during("channel")?, message.clone());
+    let (sender, written) = mpsc::channel();
+    let write = move || _ = sender.send(message.write(&mut port));
+    thread::Builder::new().spawn(write).during("channel")?;
+    loop {
+        if let Ok(written) = written.recv_timeout(LOOK) {
+            return written.during("channel");
+        }
+        if !is_connected(channel) {
+            return Err("the host has gone".to_owned());
+        }
+    }
+}
+
+/// Whether somebody on the host has the other end of a channel.
+fn is_connected(channel: &File) -> bool {
+    let mut ends = [PollFd::new(channel, PollFlags::empty())];
+    let polled = poll(&mut ends, Some(&Timespec::default()));
+    polled.is_ok() && !ends[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 /// Until the program of the image has ended; its status.
@@ -112,7 +141,8 @@ fn start(host: &mut Host) -> Result<u8> {
     let first = workload::start(&start).during(start.process.command.join(" "))?;
     let commands = channel.try_clone().during("channel")?;
     let console = workload::open_console(&start.console).during("console")?;
-    Message::Started.write(channel).during("channel")?;
+    // A machine whose `vm run` was killed goes on.
+    let _ = write(channel, &Message::Started);
     thread::spawn(move || obey(commands, first, &console));
     Ok(children::reap_until(first))
 }
@@ -129,7 +159,7 @@ fn say_free_memory() {
 fn receive(channel: &mut File) -> Result<Start> {
     wait_until("what to start", || match Message::read(channel) {
         Ok(Message::Start(start)) => Some(Ok(*start)),
-        Ok(other) => Some(Err(format!("the host's first message is {other:?}"))),
+        Ok(other) => Some(Err(format!("the host's first message is `{}`", other.kind()))),
         Err(MessageError::Closed) => None,
         Err(error) => Some(Err(error.to_string())),
     })?
@@ -159,8 +189,10 @@ fn open_port() -> Result<File> {
         let port = ports.filter_map(|port| Some(port.ok()?.path())).find(|port| is_it(port))?;
         Some(Path::new("/dev").join(port.file_name()?)).filter(|device| device.exists())
     })?;
-    let options = File::options().read(true).write(true).open(&device);
-    options.during(device.display())
+    let port = File::options().read(true).write(true).open(&device).during(device.display())?;
+    // The kernel hears of the host's end a moment after the port was opened.
+    wait_until("the host's end of the channel", || is_connected(&port).then_some(()))?;
+    Ok(port)
 }
 
 /// Mounts the pack with its segments, and an overlay for changes; returns where the root is.
@@ -249,18 +281,17 @@ fn claim(changes: &Path, image: &str) -> Result<()> {
 /// Makes the image the root, with the kernel's filesystems and those that programs expect.
 fn enter_root(root: &Path) -> Result<()> {
     for dir in ["dev", "proc", "sys", "run", "tmp"] {
-        let _ = fs::create_dir(root.join(dir));
+        let path = root.join(dir);
+        // A read-only root stays without.
+        if fs::create_dir(&path).is_ok() && dir == "tmp" {
+            fs::set_permissions(&path, Permissions::from_mode(0o1777)).during("mode of /tmp")?;
+        }
     }
     let dirs = [("/dev", "dev"), ("/proc", "proc"), ("/sys", "sys")];
     for (from, to) in dirs {
         mount_move(from, root.join(to)).during(format_args!("/{to} of the image"))?;
     }
     let in_memory = MountFlags::NOSUID | MountFlags::NODEV;
-    let run = root.join("run");
-    // A read-only root may lack it.
-    if run.is_dir() {
-        mount("run", run, "tmpfs", in_memory, c"mode=0755").during("/run of the image")?;
-    }
     for (kind, dir, options) in [
         ("devpts", "pts", c"newinstance,ptmxmode=0666,mode=0620,gid=5"),
         ("tmpfs", "shm", c"mode=1777"),
@@ -290,9 +321,7 @@ fn obey(mut channel: File, first: Pid, console: &File) -> Option<Infallible> {
     loop {
         match Message::read(&mut channel) {
             Ok(Message::Signal(number)) => {
-                if let Some(signal) = Signal::from_named_raw(number) {
-                    let _ = kill_process(first, signal);
-                }
+                let _ = cofolio_sys::process::kill(first, number);
             }
             Ok(Message::Size(rows, columns)) => _ = workload::resize(console, rows, columns),
             Ok(_) => {}

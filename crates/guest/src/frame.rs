@@ -58,6 +58,22 @@ impl fmt::Display for Malformed {
 impl std::error::Error for Malformed {}
 
 impl Frame {
+    /// Its kind, for an error message. What else is in it may be long, and of somebody else's choice.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Start(_) => "start",
+            Self::Input(_) => "input",
+            Self::Signal(_) => "signal",
+            Self::Size(..) => "size",
+            Self::Started(_) => "started",
+            Self::Output(_) => "output",
+            Self::Errors(_) => "errors",
+            Self::Taken(_) => "taken",
+            Self::Ended(_) => "ended",
+            Self::Failed(_) => "failed",
+        }
+    }
+
     /// Its bytes.
     ///
     /// # Errors

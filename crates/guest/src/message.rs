@@ -56,6 +56,18 @@ impl std::fmt::Display for MessageError {
 impl std::error::Error for MessageError {}
 
 impl Message {
+    /// Its kind, for an error message. What else is in it may be long, and of somebody else's choice.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Start(_) => "start",
+            Self::Started => "started",
+            Self::Ended(_) => "ended",
+            Self::Failed(_) => "failed",
+            Self::Signal(_) => "signal",
+            Self::Size(..) => "size",
+        }
+    }
+
     /// Writes it, in one piece.
     ///
     /// # Errors

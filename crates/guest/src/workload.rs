@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use cofolio_guest::accounts::{find_user, home_of};
 use cofolio_guest::{Process, Start};
-use rustix::fs::{FileType, Gid, Uid, fchown, fstat};
+use rustix::fs::{Access, FileType, Gid, Uid, access, fchown, fstat};
 use rustix::process::{Pid, ioctl_tiocsctty, setsid};
 use rustix::termios::{
     LocalModes, OptionalActions, OutputModes, Winsize, isatty, tcgetattr, tcsetattr, tcsetwinsize,
@@ -101,12 +101,8 @@ fn become_process(process: &Process) -> io::Error {
         let named = |error| io::Error::other(format!("{}: {error}", process.cwd));
         std::env::set_current_dir(&process.cwd).map_err(named)?;
         let (program, args) = process.command.split_first().ok_or(io::ErrorKind::NotFound)?;
-        let mut command = Command::new(find_program(program, &process.env)?);
         let (passwd, groups) = (account_file("/etc/passwd"), account_file("/etc/group"));
         let user = find_user(&passwd, &groups, &process.user).map_err(io::Error::other)?;
-        command.arg0(program).args(args).env_clear();
-        command.env("HOME", home_of(&passwd, user.uid).unwrap_or("/"));
-        command.envs(process.env.iter().filter_map(|entry| entry.split_once('=')));
         let groups: Vec<_> = user.additional_gids.into_iter().map(Gid::from_raw).collect();
         let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
         // As runc does it: programs open `/dev/stdout` and their terminal by name.
@@ -119,6 +115,11 @@ fn become_process(process: &Process) -> io::Error {
         set_thread_groups(&groups)?;
         set_thread_res_gid(gid, gid, gid)?;
         set_thread_res_uid(uid, uid, uid)?;
+        // What its user may execute.
+        let mut command = Command::new(find_program(program, &process.env)?);
+        command.arg0(program).args(args).env_clear();
+        command.env("HOME", home_of(&passwd, user.uid).unwrap_or("/"));
+        command.envs(process.env.iter().filter_map(|entry| entry.split_once('=')));
         Ok(command)
     };
     match prepare() {
@@ -131,15 +132,19 @@ fn become_process(process: &Process) -> io::Error {
     }
 }
 
-/// A program by its path, or its name in the `PATH` that it gets.
+/// A program by its path, or its name in the `PATH` that it gets: the first that can be executed,
+/// as with execvp(3).
 fn find_program(program: &str, env: &[String]) -> io::Result<PathBuf> {
     if program.contains('/') {
         return Ok(program.into());
     }
     let path = env.iter().rev().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or_default();
-    let found = path.split(':').map(|dir| Path::new(dir).join(program)).find(|it| it.is_file());
+    let files = path.split(':').map(|dir| Path::new(dir).join(program)).filter(|it| it.is_file());
+    let files: Vec<_> = files.collect();
+    let executable = files.iter().find(|path| access(*path, Access::EXEC_OK).is_ok());
     let missing = || io::Error::new(io::ErrorKind::NotFound, format!("no `{program}` in {path}"));
-    found.ok_or_else(missing)
+    // Executing another one fails, and says why.
+    executable.or(files.first()).cloned().ok_or_else(missing)
 }
 
 /// An account file of the image; empty if there is none.
@@ -148,4 +153,37 @@ fn account_file(path: &str) -> String {
     let file = File::open(path).map(|file| file.take(ACCOUNT_FILE_BYTES_MAX));
     let _ = file.and_then(|mut file| file.read_to_end(&mut text));
     String::from_utf8_lossy(&text).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    /// The search ended at a file of that name that nobody can execute.
+    #[test]
+    fn a_file_that_cannot_be_executed_does_not_end_the_search() {
+        let top = tempfile::tempdir().unwrap();
+        let place = |dir: &str, mode| {
+            let path = top.path().join(dir).join("program");
+            fs::create_dir(path.parent().unwrap()).unwrap();
+            fs::write(&path, "").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            path
+        };
+        let (text, program) = (place("a", 0o644), place("b", 0o755));
+        place("c", 0o755);
+        let path = |dirs: &[&str]| {
+            let dirs = dirs.iter().map(|dir| top.path().join(dir).to_str().unwrap().to_owned());
+            vec![format!("PATH={}", dirs.collect::<Vec<_>>().join(":"))]
+        };
+        let find = |dirs: &[&str]| find_program("program", &path(dirs));
+        assert_eq!(find(&["none", "a", "b", "c"]).unwrap(), program);
+        // A shell's status for it is 126, and not that of a missing one.
+        assert_eq!(find(&["a"]).unwrap(), text);
+        assert_eq!(find(&["none"]).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
 }

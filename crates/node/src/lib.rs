@@ -22,6 +22,7 @@ pub mod profile;
 pub(crate) mod programs;
 pub mod run_dir;
 pub mod settings;
+mod signals;
 pub mod size;
 pub mod survey;
 pub mod upkeep;

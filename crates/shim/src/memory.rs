@@ -1,7 +1,7 @@
 //! The guest's memory: merges its pages with pools, and undoes it.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
 use crate::protocol::{Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS};
@@ -32,6 +32,11 @@ struct Pool {
     /// Mapped for reading.
     start: usize,
     pages: usize,
+}
+
+/// Says something on the VMM's standard error, if anybody still reads it: `eprintln` would panic.
+pub(crate) fn complain(what: &str) {
+    let _ = writeln!(io::stderr(), "cofolio-shim: {what}");
 }
 
 /// Makes a mapping.
@@ -283,7 +288,7 @@ impl Memory {
                 None | Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {}
                 // The guest must not go on with zeros in place of its data.
                 Some(errno) => {
-                    eprintln!("cofolio-shim: cannot move a page back: errno {errno}");
+                    complain(&format!("cannot move a page back: errno {errno}"));
                     std::process::abort();
                 }
             }

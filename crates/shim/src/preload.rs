@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::memory::{Memory, advise};
+use crate::memory::{Memory, advise, complain};
 use crate::message::{receive, send};
 use crate::protocol::{self, Head, Hello, Outcome, Plain, RUNS_MAX, Run, kind};
 
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn madvise(
             if memory_len() == Some(len) {
                 *state = State::Found { start, len, advice: Vec::new() };
                 if let Err(error) = serve() {
-                    eprintln!("cofolio-shim: pages are not merged: {error}");
+                    complain(&format!("pages are not merged: {error}"));
                 }
                 note(&mut state, start, len, advice);
             }

@@ -65,6 +65,17 @@ fn memory_merge(option: libc::c_int, on: libc::c_ulong) -> io::Result<()> {
     }
 }
 
+/// Sends a process a signal by its number (kill(2)), real-time signals included.
+///
+/// Errors: `EINVAL` for a number that is no signal's, `ESRCH` if there is no such process, `EPERM`.
+pub fn kill(pid: Pid, signal: i32) -> io::Result<()> {
+    // SAFETY: the call takes integers, and touches no memory of this process.
+    match unsafe { libc::kill(pid.as_raw_nonzero().get(), signal) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
 /// Which of the two processes [`fork`] returned in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fork {

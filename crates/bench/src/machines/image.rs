@@ -249,7 +249,7 @@ fn with_disks(args: &Args, place: &Place, host: &Host<'_>) -> Result<Ran> {
     for _ in 0..args.guests {
         for disk in &disks {
             host.check()?;
-            guests.push((qemu(args, &kernel, &boot, disk)?, disk));
+            guests.push((qemu(args, &kernel, &boot.path, disk)?, disk));
         }
     }
     let mut measured = Vec::new();

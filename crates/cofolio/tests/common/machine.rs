@@ -117,6 +117,11 @@ pub(crate) fn machine_in(sandbox: Sandbox, test: &str) -> Option<(Machine, Vec<&
 
 /// Imports an image with a shell, `box:1`; says why not.
 pub(crate) fn import_box(sandbox: &Sandbox, test: &str) -> bool {
+    import_box_as(sandbox, test, "box:1", json!({}))
+}
+
+/// The same under another name, with more in its config.
+pub(crate) fn import_box_as(sandbox: &Sandbox, test: &str, name: &str, more: Value) -> bool {
     let is_static =
         |path: &PathBuf| fs::read(path).is_ok_and(|text| !contains(&text, b"/ld-linux"));
     let Some(busybox) = program("busybox").filter(is_static) else {
@@ -129,17 +134,22 @@ pub(crate) fn import_box(sandbox: &Sandbox, test: &str) -> bool {
     }
     tar.directory("tmp/", 0o1777);
     tar.entry("data/", b'5', 0o700, 1001, 1002, &[]);
+    tar.directory("run/", 0o755);
+    tar.entry("run/box/", b'5', 0o750, 1001, 1002, &[]);
     tar.file("bin/busybox", 0o755, &fs::read(busybox).unwrap());
     tar.file("bin/text", 0o644, b"no program\n");
     tar.file("etc/passwd", 0o644, b"root:x:0:0::/:\nworker:x:1001:1002::/srv:\n");
     tar.file("etc/group", 0o644, b"worker:x:1002:\n");
-    let config = json!({
+    let mut config = json!({
         "Entrypoint": ["/bin/busybox"], "Cmd": ["echo", "from", "image"],
         "Env": ["PATH=/bin", "COLOR=blue"], "Volumes": {"/data": {}},
     });
+    for (key, value) in more.as_object().unwrap() {
+        config[key] = value.clone();
+    }
     let layout = sandbox.dir("layout");
-    write_layout(&layout, "box:1", &[tar.finish()], config);
-    sandbox.run(&["import", "--name", "box:1", layout.to_str().unwrap()]).ok();
+    write_layout(&layout, name, &[tar.finish()], config);
+    sandbox.run(&["import", "--name", name, layout.to_str().unwrap()]).ok();
     true
 }
 

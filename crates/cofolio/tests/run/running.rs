@@ -6,8 +6,9 @@ use std::path::Path;
 use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 
-use crate::common::machine::{machine, until};
+use crate::common::machine::{import_box_as, machine, until};
 use crate::{send, started, wrapped};
 
 #[test]
@@ -66,6 +67,24 @@ fn detached_containers_are_listed_and_stopped() {
         assert!(refused.stderr.contains("nosuch"), "{}", refused.stderr);
         machine.assert_clean();
         fs::remove_file(output).unwrap();
+    }
+}
+
+/// runc knows no real-time signal by its name, so the program of an image that names one got SIGTERM.
+#[test]
+fn a_real_time_stop_signal_reaches_the_program() {
+    let test = "a_real_time_stop_signal_reaches_the_program";
+    let Some((machine, runtimes)) = machine(test) else { return };
+    let stop_signal = json!({"StopSignal": "SIGRTMIN+3"});
+    assert!(import_box_as(&machine, test, "stop:1", stop_signal));
+    for runtime in runtimes {
+        let script = "trap 'exit 5' 37; trap 'exit 6' TERM; echo up; while :; do sleep 0.05; done";
+        let mut args = machine.sh_args(runtime, &["--name", "it"], script);
+        args.iter_mut().filter(|arg| **arg == "box:1").for_each(|arg| *arg = "stop:1");
+        let mut child = started(&machine, &args);
+        machine.run(&["stop", "it"]).ok();
+        assert_eq!(child.wait().unwrap().code(), Some(5), "{runtime}");
+        machine.assert_clean();
     }
 }
 

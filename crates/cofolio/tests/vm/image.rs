@@ -120,3 +120,32 @@ fn a_root_is_read_only_but_for_some_directories() {
     refused("/none", "--writable /none: the image has no such directory", 125);
     host.sh(&["--writable", "/etc", "--read-only"], "exit 0").fails_with(2);
 }
+
+/// An empty `/run` was mounted over that of the image: programs that have a directory there for
+/// their socket, as mysqld has, did not start. What `--writable /run` wrote to a disk was below it.
+/// A `/tmp` that the image lacks was only root's.
+#[test]
+fn run_and_tmp_are_the_images_own() {
+    let test = "run_and_tmp_are_the_images_own";
+    let Some(host) = host(test) else { return };
+    let script = "stat -c %U:%a /run/box; echo mine >/run/box/socket && echo written";
+    for options in [&[][..], &["--read-only"]] {
+        let options = [options, &["--user", "worker"]].concat();
+        assert_eq!(host.sh(&options, script).ok(), "worker:750\nwritten\n");
+    }
+    if program("mkfs.ext4").is_none() {
+        return skip(test, "no mkfs.ext4");
+    }
+    let disk = format!("{}:64M", host.text("disk"));
+    let script = "cat /run/box/socket 2>/dev/null; echo kept >/run/box/socket";
+    let options = ["--writable", "/run", "--disk", &disk];
+    assert_eq!(host.sh(&options, script).ok(), "");
+    assert_eq!(host.sh(&options, script).ok(), "kept\n");
+    // With all of the root writable, the next machine lacks what was removed.
+    let script = "stat -c %a /tmp; cat /run/box/socket; rm -r /tmp";
+    let options = ["--disk", &disk];
+    for _ in 0..2 {
+        assert_eq!(host.sh(&options, script).ok(), "1777\nkept\n");
+    }
+    host.assert_clean();
+}

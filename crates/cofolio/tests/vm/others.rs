@@ -9,10 +9,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use cofolio_guest::{Message, Start, VSOCK_PORT};
+use cofolio_guest::{Message, Start, Upper, VSOCK_PORT};
 use serde_json::{Value, json};
 
-use super::common::{has_ksm, program};
+use super::common::{has_ksm, program, skip};
 use super::{Host, host, until};
 
 impl Host {
@@ -38,10 +38,14 @@ impl Host {
     }
 }
 
+/// What the script complains of, in bytes: more than is kept.
+const COMPLAINT_BYTES: u64 = 1 << 20;
+
 /// Runs a machine whose VMM is a script: what the VMM is told, from its directory, and the guest.
 fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     let script = format!(
-        "printf '%s\\n' \"$PWD\" \"$@\" >{0}.new; cat /proc/self/smaps >{0}.smaps; mv {0}.new {0}
+        "printf '%s\\n' \"$PWD\" \"$@\" >{0}.new; cat /proc/self/smaps >{0}.smaps
+        head -c {COMPLAINT_BYTES} /dev/zero >&2; mv {0}.new {0}
         echo from the console; read line <{1}; exit 0",
         host.text("told"),
         host.text("end")
@@ -51,7 +55,8 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     let _ = fs::remove_file(host.path("end"));
     assert!(Command::new("mkfifo").arg(host.path("end")).status().unwrap().success());
     let ksm: &[&str] = if has_ksm("a part of `vm run --vmm`") { &["--ksm"] } else { &[] };
-    let options = [&["--accel", "kvm"], ksm].concat();
+    let disk = format!("{}:64M", host.text("disk"));
+    let options = [&["--accel", "kvm", "--disk", &disk], ksm].concat();
     let mut run = host.vm_run(&programs, vmm, &options).spawn().unwrap();
     let said = until("the VMM is started", || {
         if let Some(status) = run.try_wait().unwrap() {
@@ -81,6 +86,10 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     assert_eq!((&guest["vmm"], &guest["qmp"]), (&vmm.into(), &Value::Null));
     assert_eq!(guest["api"], dir.join("api").to_str().unwrap());
     host.run(&["vm", "exec", "one", "true"]).fails_with(5).refused("vm exec");
+    // All of it was kept, in memory where `/run` is.
+    let log_bytes = |name: &str| fs::metadata(dir.join(name)).map_or(0, |file| file.len());
+    let kept = log_bytes("vmm.log") + log_bytes("vmm.log.1");
+    assert!(kept > 0 && kept <= 128 << 10, "{kept} bytes of complaints are kept");
     let config = fs::read_to_string(dir.join("firecracker.json"));
     let args = args.into_iter().chain(config).collect();
 
@@ -99,9 +108,19 @@ fn told(host: &Host, vmm: &str) -> (PathBuf, Vec<String>, Start) {
     (dir, args, *start)
 }
 
+/// The host, if it can make disks; says why not.
+fn host_with_disks(test: &str) -> Option<Host> {
+    if program("mkfs.ext4").is_none() {
+        skip(test, "no mkfs.ext4");
+        return None;
+    }
+    host(test)
+}
+
 #[test]
 fn a_cloud_hypervisor_is_told_by_options() {
-    let Some(host) = host("a_cloud_hypervisor_is_told_by_options") else { return };
+    let test = "a_cloud_hypervisor_is_told_by_options";
+    let Some(host) = host_with_disks(test) else { return };
     let (dir, args, start) = told(&host, "cloud-hypervisor");
     let value = |option: &str| {
         let at = args.iter().position(|arg| arg == option).unwrap();
@@ -118,15 +137,20 @@ fn a_cloud_hypervisor_is_told_by_options() {
     let pmem: Vec<_> = args.iter().filter(|arg| arg.starts_with("file=")).collect();
     assert!(pmem.iter().all(|arg| arg.ends_with(",discard_writes=on")), "{pmem:?}");
     assert_eq!((pmem.len(), &*start.console), (start.devices.len(), "hvc0"));
+    // It flushes disks without being asked to.
+    assert_eq!(value("--disk"), format!("path={},image_type=raw", host.text("disk")));
+    assert!(matches!(start.upper, Upper::Disk { .. }));
 }
 
 #[test]
 fn a_firecracker_is_told_by_a_file() {
-    let Some(host) = host("a_firecracker_is_told_by_a_file") else { return };
+    let Some(host) = host_with_disks("a_firecracker_is_told_by_a_file") else { return };
     let (_, args, start) = told(&host, "firecracker");
     let (config, args) = args.split_last().unwrap();
     let options = ["--api-sock", "api", "--config-file", "firecracker.json", "--enable-pci"];
     assert_eq!(args[..5], options);
+    // One log, of limited size: the VMM's standard error.
+    assert_eq!(args[5..], ["--log-path", "/proc/self/fd/2", "--level", "Warn"]);
     let config: Value = serde_json::from_str(config).unwrap();
     let machine = json!({"vcpu_count": 2, "mem_size_mib": 192});
     assert_eq!(config["machine-config"], machine);
@@ -147,6 +171,12 @@ fn a_firecracker_is_told_by_a_file() {
         .collect();
     let wanted: Vec<u64> = start.devices.iter().map(|device| device.size).collect();
     assert_eq!((sizes, &*start.console), (wanted, "ttyS0"));
+    // Flushes were acknowledged without being performed: a crash of the host could lose data that
+    // the guest had synced.
+    let disk = json!([{"drive_id": "disk", "path_on_host": host.text("disk"),
+        "is_root_device": false, "cache_type": "Writeback"}]);
+    assert_eq!(config["drives"], disk);
+    assert!(matches!(start.upper, Upper::Disk { .. }));
 }
 
 /// Nobody waits for a guest whose VMM has given up.

@@ -18,6 +18,7 @@ use crate::run_dir::running::{
     is_name, is_replaced, kept_exit_status, lock_ended, remove_files, write_file,
 };
 use crate::run_dir::{self, RunDir};
+use crate::signals;
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -228,7 +229,10 @@ impl Containers<'_> {
 
     /// Asks a container's first process to end, and kills it after `patience`.
     fn end(&self, name: &str, found: &ContainerStatus, patience: Duration) -> Result<()> {
-        let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
+        let (runtime, signal) = (&found.record.runtime, &found.record.stop_signal);
+        // By its number: runc knows no names of real-time signals.
+        let number = signals::number(signal).map(|number| number.to_string());
+        let signal = number.as_deref().unwrap_or(signal);
         // Before it is killed: only in its own mount namespace can it be unmounted.
         self.mounter.check_namespace(&found.rootfs)?;
         let handle = found.pid.and_then(|pid| pidfd(pid).ok());

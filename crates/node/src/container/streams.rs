@@ -62,6 +62,14 @@ impl Copies {
         self.0.push(copy(reader, to.try_clone_to_owned()?)?);
         Ok(writer)
     }
+
+    /// A pipe whose content goes to a file, as with [`Streams::File`].
+    pub(crate) fn file(&mut self, path: &Path, bytes_max: u64) -> io::Result<PipeWriter> {
+        let (file, path) = (append(path)?, path.to_owned());
+        let (reader, writer) = io::pipe()?;
+        self.0.push(thread(move || keep(reader, file, &path, bytes_max))?);
+        Ok(writer)
+    }
 }
 
 impl Streams {
@@ -91,10 +99,7 @@ impl Streams {
                 command.stdout(output);
             }
             Self::File { path, bytes_max } => {
-                let file = append(path)?;
-                let (reader, writer) = io::pipe()?;
-                let (path, bytes_max) = (path.clone(), *bytes_max);
-                copies.0.push(thread(move || keep(reader, file, &path, bytes_max))?);
+                let writer = copies.file(path, *bytes_max)?;
                 command.stdin(empty).stdout(writer.try_clone()?).stderr(writer);
             }
         }

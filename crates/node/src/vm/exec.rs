@@ -104,7 +104,7 @@ impl Session {
             // What a guest said to others who had this port before would not have its name.
             Some(Frame::Started(port)) if port == self.port.id => Ok(()),
             Some(Frame::Failed(why)) => Err(io::Error::other(format!("the guest: {why}"))),
-            Some(other) => Err(io::Error::other(format!("the guest said {other:?}"))),
+            Some(other) => Err(io::Error::other(format!("the guest said `{}`", other.kind()))),
             None => Err(io::Error::other("it ended")),
         }
     }
@@ -157,7 +157,9 @@ impl Session {
                 Frame::Errors(bytes) => write(errors, &bytes)?,
                 Frame::Taken(bytes) => _ = taken.send(bytes),
                 Frame::Ended(status) => return Ok(Some(status)),
-                other => return Err(io::Error::other(format!("the guest said {other:?}"))),
+                other => {
+                    return Err(io::Error::other(format!("the guest said `{}`", other.kind())));
+                }
             }
         }
         Ok(None)
@@ -251,5 +253,28 @@ fn unplug_closed(qmp: &mut Qmp) -> io::Result<()> {
 fn unplug(qmp: &mut Qmp, id: &str) {
     for command in ["device_del", "chardev-remove"] {
         let _ = qmp.call(command, json!({"id": id}));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+    use super::*;
+
+    /// The error had all of the frame, 128 KiB of the guest's choice, as a list of numbers.
+    #[test]
+    fn a_frame_out_of_place_is_named_by_its_kind() {
+        let (socket, mut guest) = UnixStream::pair().unwrap();
+        let process = ExecProcess(Arc::new(Mutex::new(socket.try_clone().unwrap())));
+        let port = Port { dir: PathBuf::from("/nowhere"), id: String::new() };
+        let mut session = Session { socket, decoder: Decoder::default(), process, port };
+        let frame = Frame::Input(vec![7; 60 << 10]).encode().unwrap();
+        guest.write_all(&frame).unwrap();
+        let error = session.run(None, &mut io::sink(), &mut io::sink()).unwrap_err();
+        assert_eq!(error.to_string(), "the guest said `input`");
+        guest.write_all(&frame).unwrap();
+        let error = session.start(Exec::default()).unwrap_err();
+        assert_eq!(error.to_string(), "the guest said `input`");
     }
 }

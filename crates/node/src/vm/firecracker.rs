@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use cofolio_sys::process::inherit;
 use serde_json::{Value, json};
 
 use super::error::{Result, VmError};
@@ -22,15 +23,17 @@ const CONFIG: &str = "firecracker.json";
 /// [`VmError::RunDir`].
 pub(super) fn command(machine: &Machine<'_>, program: &Path) -> Result<Command> {
     let all = machine.dir.parent().unwrap_or(machine.dir);
-    let config = config(machine, &vmlinux(all, machine.kernel)?)?;
+    let kernel = vmlinux(all, machine.kernel)?;
+    let config = config(machine, &kernel.path)?;
     let path = machine.dir.join(CONFIG);
     let text = serde_json::to_vec(&config).map_err(std::io::Error::other).at("writing", &path)?;
     write_file(&path, &text)?;
     let mut command = Command::new(program);
+    inherit(&mut command, kernel.lock);
     // With PCI its guests need no other drivers than those of other VMMs.
     command.args(["--api-sock", "api", "--config-file", CONFIG, "--enable-pci"]);
-    // Else its log would be on the guest's console. It overwrites what others write there.
-    command.args(["--log-path", "firecracker.log", "--level", "Warn"]);
+    // It logs to its standard error, a pipe. By default it would log to the guest's console.
+    command.args(["--log-path", "/proc/self/fd/2", "--level", "Warn"]);
     Ok(command)
 }
 
@@ -46,7 +49,9 @@ fn config(machine: &Machine<'_>, kernel: &Path) -> Result<Value> {
     let pmem = pmem.collect::<Result<Vec<Value>>>()?;
     let drives = machine.disk.map(|disk| {
         let path = text(disk)?;
-        Ok(json!({"drive_id": "disk", "path_on_host": path, "is_root_device": false}))
+        // By default Firecracker acknowledges a flush without performing it.
+        Ok(json!({"drive_id": "disk", "path_on_host": path, "is_root_device": false,
+            "cache_type": "Writeback"}))
     });
     let drives = drives.into_iter().collect::<Result<Vec<Value>>>()?;
     Ok(json!({

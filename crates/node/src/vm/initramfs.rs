@@ -8,12 +8,11 @@ use std::io::Write as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Purpose, replace_file};
-use rustix::fs::{CWD, FlockOperation, flock};
 use sha2::{Digest as _, Sha256};
 
 use super::error::{Result, VmError};
 use super::kernel::Kernel;
+use super::shared::{INITRAMFS, SharedFile, shared_file};
 use crate::mount::At as _;
 
 /// Largest program, in bytes.
@@ -21,7 +20,7 @@ const GUEST_BYTES_MAX: u64 = 64 << 20;
 /// What else is in it: another number for another layout.
 const LAYOUT: u8 = 1;
 
-/// The initramfs of a kernel in a directory: the one that is there, or a new one.
+/// The initramfs of a kernel in a directory (`<run>/vms`): the one that is there, or a new one.
 ///
 /// # Errors
 /// [`VmError::Kernel`], [`VmError::Guest`], [`VmError::Mount`].
@@ -30,7 +29,7 @@ pub fn initramfs(
     kernel: &Kernel,
     guest: &Path,
     more_modules: &[&str],
-) -> Result<PathBuf> {
+) -> Result<SharedFile> {
     let wrong = |why: String| VmError::Guest { path: guest.to_owned(), why };
     let program = cofolio_image::files::read(guest, GUEST_BYTES_MAX);
     let program = program.map_err(|error| wrong(error.to_string()))?;
@@ -47,15 +46,8 @@ pub fn initramfs(
     let found = fs::metadata(&kernel.image).at("looking at", &kernel.image)?;
     key.update(found.size().to_le_bytes());
     key.update(found.mtime().to_le_bytes());
-    let path = dir.join(format!("{}.initramfs", &const_hex::encode(key.finalize())[..16]));
-    // Several machines may be the first of a kernel at the same time, and what is aside is one's.
-    let held = fs::File::open(dir).at("opening", dir)?;
-    flock(&held, FlockOperation::LockExclusive).at("locking", dir)?;
-    if path.is_file() {
-        return Ok(path);
-    }
-    let mut archive = Archive::default();
-    let write = |archive: &mut Archive| -> Result<(), VmError> {
+    shared_file(dir, key, INITRAMFS, || {
+        let mut archive = Archive::default();
         archive.directory("dev");
         // Where the console is a module there is none at first: Rust's runtime opens this in place
         // of missing standard streams, or aborts.
@@ -65,13 +57,8 @@ pub fn initramfs(
         for (number, (name, content)) in kernel.modules(more_modules)?.iter().enumerate() {
             archive.file(&format!("modules/{number:02}-{name}.ko"), 0o644, content);
         }
-        Ok(())
-    };
-    write(&mut archive)?;
-    let (aside, archive) = (path.with_extension("new"), archive.finish());
-    let written = replace_file(CWD, &aside, &path, &archive, Purpose::Record, false);
-    written.at("writing", &path)?;
-    Ok(path)
+        Ok(archive.finish())
+    })
 }
 
 /// Whether an ELF program asks for no dynamic linker.

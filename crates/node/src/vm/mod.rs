@@ -7,7 +7,7 @@
 //!                                                                       channel│ console
 //! image config ─▶ Start ──────────────────────────────────────▶ first process ◀┘
 //!
-//! <run>/vms/<key>.initramfs   of one kernel, for all guests; likewise .vmlinux
+//! <run>/vms/<key>.initramfs   of one kernel, for all guests; likewise .vmlinux (see `shared`)
 //! <run>/vms/<name>/           mode 0700
 //!   lock                      held by the VMM, and by the process that waits for it
 //!   vm.json                   the record (VmRecord), written before anything is started
@@ -17,7 +17,7 @@
 //!   api, vsock, vsock_1024    of other VMMs: of their control protocol, and of the channel to the guest
 //!   merge                     socket of the shim in the VMM's process (see `merger`)
 //!   control                   socket of the process that waits: takes messages for the guest
-//!   vmm.log                   what the VMM complains of
+//!   vmm.log, vmm.log.1        what the VMM complains of, at most LOG_BYTES_MAX each
 //!   output, output.1          console of a detached one, at most OUTPUT_BYTES_MAX each
 //!   input                     FIFO, its console's input; locked by whoever writes to it
 //!   exit                      of a detached one that has ended: its exit status
@@ -47,6 +47,7 @@ pub mod qmp;
 pub mod ram;
 pub mod recycler;
 mod run;
+mod shared;
 mod socket;
 mod vmlinux;
 mod vmm;
@@ -67,6 +68,7 @@ pub use self::initramfs::initramfs;
 pub use self::kernel::Kernel;
 pub use self::qemu::Accel;
 pub use self::run::{Finished, Guest, Request, Running};
+pub use self::shared::SharedFile;
 pub use self::vmm::Vmm;
 use crate::container::pidfd;
 use crate::mount::At as _;
@@ -77,6 +79,7 @@ use crate::run_dir::running::{
     is_locked, is_name, kept_exit_status, lock_ended, read_text, remove_files, write_file,
 };
 use crate::run_dir::{self, RunDir, RunDirError, is_at, read_json};
+use crate::signals;
 
 /// Name of the record.
 const RECORD: &str = "vm.json";
@@ -255,7 +258,8 @@ impl<'a> Machines<'a> {
         let dir = self.dir().join(name);
         let this = open_dir(&dir);
         let status = self.get(name)?;
-        let signal = signal_number(&status.record.started()?.stop_signal);
+        let signal = &status.record.started()?.stop_signal;
+        let signal = signals::number(signal).unwrap_or(Signal::TERM.as_raw());
         let this = this.map_err(std::io::Error::from).at("opening", &dir)?;
         // Another machine may take its name.
         let is_gone = || !is_at(&this, &dir);
@@ -409,22 +413,6 @@ fn has_lock(pid: u32, dir: &Path) -> bool {
     let lock = file_id(&dir.join("lock"));
     let open = open_files(&process).unwrap_or_default();
     lock.is_some() && open.iter().any(|(link, _)| file_id(link) == lock)
-}
-
-/// The number of a signal by its name or number; SIGTERM's for what is neither.
-fn signal_number(name: &str) -> i32 {
-    let plain = name.strip_prefix("SIG").unwrap_or(name);
-    let named = [
-        ("HUP", Signal::HUP),
-        ("INT", Signal::INT),
-        ("QUIT", Signal::QUIT),
-        ("KILL", Signal::KILL),
-        ("USR1", Signal::USR1),
-        ("USR2", Signal::USR2),
-        ("WINCH", Signal::WINCH),
-    ];
-    let found = named.iter().find(|(name, _)| *name == plain).map(|(_, signal)| signal.as_raw());
-    found.or_else(|| plain.parse().ok()).unwrap_or(Signal::TERM.as_raw())
 }
 
 #[cfg(test)]

@@ -41,6 +41,8 @@ const KERNEL_WORDS: &str = "quiet panic=-1 init_on_alloc=0 swiotlb=noforce no_ti
 const START_SECONDS_MAX: u64 = 300;
 /// How often a start looks whether it was cancelled.
 const LOOK: Duration = Duration::from_millis(100);
+/// Largest size of each of the two files that hold what a VMM complains of.
+const LOG_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of the VMM's complaints that an error has.
 const COMPLAINT_BYTES_MAX: u64 = 4096;
 /// How long what connects to the control socket may take to say what it wants.
@@ -89,6 +91,8 @@ pub struct Running {
     lock: OwnedFd,
     vmm: Child,
     copies: Copies,
+    /// What the VMM complains of.
+    log: Copies,
     messages: Receiver<Message>,
     guest: Guest,
 }
@@ -151,8 +155,8 @@ impl Machines<'_> {
             self.launch(request, &name, &dir, &lock, (&vmm, &guest), program, dirs, streams, task)
         };
         match start() {
-            Ok((vmm, copies, messages, guest)) => {
-                Ok(Running { dir, name, lock, vmm, copies, messages, guest })
+            Ok((vmm, [copies, log], messages, guest)) => {
+                Ok(Running { dir, name, lock, vmm, copies, log, messages, guest })
             }
             Err(error) => {
                 // The first error says more.
@@ -184,7 +188,7 @@ impl Machines<'_> {
         dirs: Option<Dirs>,
         streams: Option<&Streams>,
         task: &Task,
-    ) -> Result<(Child, Copies, Receiver<Message>, Guest)> {
+    ) -> Result<(Child, [Copies; 2], Receiver<Message>, Guest)> {
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
         self.keep(name, &request.image, boot_id.map(|id| id.trim().to_owned()))?;
         let disk = request.disk.as_ref().map(disk::open).transpose()?;
@@ -223,7 +227,7 @@ impl Machines<'_> {
             memory_bytes: request.memory_bytes,
             cpus: request.cpus,
             kernel: &request.kernel,
-            initramfs: &initramfs,
+            initramfs: &initramfs.path,
             append: format!("{} {KERNEL_WORDS}", request.vmm.words()),
             files: &image.files,
             disk: disk.as_ref().map(|disk| &*disk.path),
@@ -235,9 +239,10 @@ impl Machines<'_> {
         if streams.is_none() && request.terminal.is_some() {
             command.stdin(console::make_input(dir)?);
         }
-        let log = dir.join("vmm.log");
-        command.stderr(fs::File::create(&log).at("creating", &log)?);
+        let (mut log, path) = (Copies::default(), dir.join("vmm.log"));
+        command.stderr(log.file(&path, LOG_BYTES_MAX).at("creating", &path)?);
         cofolio_sys::process::inherit(&mut command, lock.try_clone().map_err(failed)?);
+        cofolio_sys::process::inherit(&mut command, initramfs.lock);
         let upper = match disk {
             Some(disk) => {
                 cofolio_sys::process::inherit(&mut command, disk.lock);
@@ -280,10 +285,11 @@ impl Machines<'_> {
         // By now the VMM has opened the image.
         drop(image.stays);
         match begun {
-            Ok((messages, guest)) => Ok((child, copies, messages, guest)),
+            Ok((messages, guest)) => Ok((child, [copies, log], messages, guest)),
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
+                let _ = log.finish(&task.cancel);
                 Err(match (error, complaint(dir)) {
                     (VmError::Failed(why), said) if !said.is_empty() => {
                         VmError::Failed(format!("{why}; {} said: {said}", request.vmm))
@@ -349,7 +355,9 @@ fn begin(
         match messages.recv_timeout(LOOK) {
             Ok(Message::Started) => break,
             Ok(Message::Failed(why)) => return Err(VmError::Failed(format!("the guest: {why}"))),
-            Ok(other) => return Err(VmError::Failed(format!("the guest said {other:?}"))),
+            Ok(other) => {
+                return Err(VmError::Failed(format!("the guest said `{}`", other.kind())));
+            }
             Err(RecvTimeoutError::Disconnected) => return Err(ended()),
             Err(RecvTimeoutError::Timeout) if Instant::now() >= until => return Err(late()),
             Err(RecvTimeoutError::Timeout) => {}
@@ -439,6 +447,7 @@ impl Running {
         }
         self.vmm.wait()?;
         let copied = std::mem::take(&mut self.copies).finish(given_up);
+        let _ = std::mem::take(&mut self.log).finish(given_up);
         Ok(Finished { status, copied, complaint: complaint(&self.dir) })
     }
 }

@@ -11,26 +11,24 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use cofolio_store::{Purpose, replace_file};
-use rustix::fs::CWD;
 use sha2::{Digest as _, Sha256};
 
 use super::error::{Result, VmError};
 use super::kernel::Kernel;
-use crate::mount::At as _;
+use super::shared::{SharedFile, VMLINUX, shared_file};
 
 /// Largest kernel, compressed and not, in bytes.
 const PAYLOAD_BYTES_MAX: usize = 128 << 20;
 const VMLINUX_BYTES_MAX: u64 = 512 << 20;
 
-/// The ELF file of a kernel in a directory: the one that is there, or a new one. A kernel that is
-/// none of x86 is itself.
+/// The ELF file of a kernel in a directory (`<run>/vms`): the one that is there, or a new one. A
+/// kernel that is an ELF file already is itself.
 ///
 /// # Errors
 /// [`VmError::Kernel`], [`VmError::Mount`].
-pub(super) fn vmlinux(dir: &Path, kernel: &Kernel) -> Result<PathBuf> {
+pub(super) fn vmlinux(dir: &Path, kernel: &Kernel) -> Result<SharedFile> {
     let wrong = |error: io::Error| VmError::Kernel {
         path: kernel.image.clone(),
         why: format!("the ELF file in it: {error}"),
@@ -38,21 +36,14 @@ pub(super) fn vmlinux(dir: &Path, kernel: &Kernel) -> Result<PathBuf> {
     let file = File::open(&kernel.image).map_err(wrong)?;
     let mut magic = [0; 4];
     if file.read_exact_at(&mut magic, 0).is_ok() && magic == *b"\x7fELF" {
-        return Ok(kernel.image.clone());
+        return Ok(SharedFile { path: kernel.image.clone(), lock: file.into() });
     }
     let found = file.metadata().map_err(wrong)?;
     let mut key = Sha256::new();
     key.update(&kernel.version);
     key.update(found.size().to_le_bytes());
     key.update(found.mtime().to_le_bytes());
-    let path = dir.join(format!("{}.vmlinux", &const_hex::encode(key.finalize())[..16]));
-    if !path.is_file() {
-        let elf = extract(&file).map_err(wrong)?;
-        let aside = path.with_extension("new");
-        let written = replace_file(CWD, &aside, &path, &elf, Purpose::Record, false);
-        written.at("writing", &path)?;
-    }
-    Ok(path)
+    shared_file(dir, key, VMLINUX, || extract(&file).map_err(wrong))
 }
 
 fn extract(file: &File) -> io::Result<Vec<u8>> {
@@ -155,14 +146,14 @@ mod tests {
             return;
         };
         let dir = tempfile::tempdir().unwrap();
-        let path = vmlinux(dir.path(), &kernel).unwrap();
+        let path = vmlinux(dir.path(), &kernel).unwrap().path;
         let elf = fs::read(&path).unwrap();
         // ELF of 64 bits, little endian, for x86-64; it has the kernel's version in plain text.
         assert_eq!((elf[4], elf[5], elf[0x12]), (2, 1, 62));
         let version = kernel.version.as_bytes();
         assert!(elf.windows(version.len()).any(|window| window == version));
         let inode = fs::metadata(&path).unwrap().ino();
-        assert_eq!(vmlinux(dir.path(), &kernel).unwrap(), path);
+        assert_eq!(vmlinux(dir.path(), &kernel).unwrap().path, path);
         assert_eq!(fs::metadata(&path).unwrap().ino(), inode, "it is made once");
     }
 }
