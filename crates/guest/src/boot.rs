@@ -133,7 +133,7 @@ fn start(host: &mut Host) -> Result<u8> {
     let channel = host.channel.insert(channel);
     let start = receive(channel)?;
     sethostname(start.hostname.as_bytes()).during("host name")?;
-    // Programs talk to themselves by it. A kernel without network has none.
+    // Programs use the loopback device. A kernel without network has none.
     let _ = cofolio_sys::loopback::switch_on();
     enter_root(mount_image(&start)?)?;
     // Before a program can mount something over `/dev`.

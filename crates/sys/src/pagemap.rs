@@ -18,8 +18,8 @@ impl Entry {
     const OF_A_FILE: u64 = 1 << 61;
     const FRAME: u64 = (1 << 55) - 1;
 
-    /// The page frame of a page in memory. The kernel tells it to whoever has `CAP_SYS_ADMIN` in
-    /// the first user namespace.
+    /// The page frame of a page in memory. The kernel shows it only to processes with
+    /// `CAP_SYS_ADMIN` in the first user namespace.
     pub fn frame(self) -> Option<u64> {
         Some(self.0 & Self::FRAME).filter(|frame| self.0 & Self::PRESENT != 0 && *frame != 0)
     }
@@ -169,8 +169,8 @@ pub fn scan(
         };
         let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
         regions.iter().take(found).copied().for_each(&mut each);
-        // The kernel gathers regions in a smaller buffer of its own. If that was full at some moment,
-        // `walk_end` says where, also after the rest was walked. So it counts for nothing.
+        // `walk_end` is not used: the kernel gathers regions in a smaller buffer of its own, and says
+        // where that was full, although it has walked the rest as well.
         match regions[..found].last() {
             Some(last) if found == REGIONS && last.end > start => start = last.end,
             _ => return Ok(()),

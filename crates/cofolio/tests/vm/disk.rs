@@ -57,7 +57,7 @@ fn changes_on_a_disk_are_there_for_the_next_machine() {
     // What is no disk is found before anything is started, and left alone.
     let (file, text) = (host.path("text"), host.text("text"));
     fs::write(&file, "precious").unwrap();
-    host.sh(&["--disk", &text], "exit 0").fails_with(125).refused("no ext4");
+    host.sh(&["--disk", &text], "exit 0").fails_with(125).refused("ext4 filesystem");
     assert_eq!(fs::read(&file).unwrap(), b"precious");
     host.sh(&["--disk", &host.text("none")], "exit 0").fails_with(125).refused("FILE:SIZE");
     assert!(!host.path("none").exists());

@@ -104,10 +104,10 @@ pub(super) fn open(request: &DiskRequest) -> Result<Disk> {
         return Ok(Disk { path, lock });
     }
     if !kind.is_file() {
-        return Err(wrong("it has no ext4; `mkfs.ext4` makes one"));
+        return Err(wrong("it has no ext4 filesystem; `mkfs.ext4` makes one"));
     }
     if !is_empty(&file).at("reading", &path)? {
-        return Err(wrong("it has something that is no ext4, and is left as it is"));
+        return Err(wrong("it is neither empty nor an ext4 filesystem, and was not changed"));
     }
     match (kind.len(), request.size) {
         (0, None) => Err(wrong("it is empty; FILE:SIZE gives it a size")),
@@ -234,7 +234,7 @@ mod tests {
         for content in [&b"precious"[..], &[0; 100_000]] {
             fs::write(&other, content).unwrap();
             let error = open(&request(&other, Some(Size(64 << 20)))).unwrap_err();
-            assert!(error.to_string().contains("no ext4"), "{error}");
+            assert!(error.to_string().contains("ext4 filesystem"), "{error}");
             assert_eq!(fs::read(&other).unwrap(), content);
         }
         let left = || fs::read_dir(dir.path()).unwrap().count();

@@ -62,9 +62,9 @@ impl Kernel {
             }
         }
         Err(wrong(match versions.first() {
-            Some(version) => format!(
-                "its modules are not there: lib/modules/{version} beside it or in /, with a modules.dep"
-            ),
+            Some(version) => {
+                format!("there is no lib/modules/{version}/modules.dep beside it or in /")
+            }
             None => "it does not say its version, and its file is not named vmlinuz-VERSION".into(),
         }))
     }

@@ -76,7 +76,7 @@ fn extract(file: &File) -> io::Result<Vec<u8>> {
     };
     reader.by_ref().take(VMLINUX_BYTES_MAX).read_to_end(&mut elf)?;
     if !elf.starts_with(b"\x7fELF") {
-        return Err(io::Error::other("it has none"));
+        return Err(io::Error::other("its payload is no ELF file"));
     }
     Ok(elf)
 }

@@ -33,7 +33,11 @@ impl Shim {
         shim.receive(Plain::bytes_mut(&mut hello))?;
         match hello[0].errno {
             0 => Ok((shim, hello[0])),
-            errno => Err(error_of(errno)),
+            errno => Err(match i32::try_from(errno).map(Errno::from_raw_os_error) {
+                Ok(Errno::INVAL) => unsupported("this kernel has no UFFDIO_MOVE (Linux 6.8)"),
+                Ok(Errno::NOENT) => unsupported("its shim has not found its guest's memory"),
+                _ => error_of(errno),
+            }),
         }
     }
 
@@ -124,6 +128,10 @@ fn late(error: io::Error) -> io::Error {
         }
         _ => error,
     }
+}
+
+fn unsupported(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, why)
 }
 
 fn error_of(errno: u32) -> io::Error {

@@ -10,7 +10,7 @@ use super::host::{Filled, Host};
 
 /// From one look at a balloon that changes to the next.
 pub(super) const STEP: Duration = Duration::from_millis(50);
-/// A balloon that has not grown for so long has all that it gets.
+/// A balloon that has not grown for so long will not grow any more.
 const STALLED: Duration = Duration::from_millis(500);
 /// A pulse inflates for at most so long.
 const INFLATE_MAX: Duration = Duration::from_secs(5);

@@ -221,7 +221,7 @@ impl Recycler {
         RecyclerReport { guests, returned_bytes, latencies }
     }
 
-    /// Takes leave of threads that have ended.
+    /// Joins threads that have ended.
     fn reap(&mut self, now: Duration, log: &(dyn Fn(&str) + Sync)) {
         let ended: Vec<_> =
             self.workers.extract_if(|_, worker| worker.thread.is_finished()).collect();
