@@ -365,7 +365,12 @@ fn begin(
     }
     let guests = guest.clone();
     spawn("control", move || {
-        for client in control.incoming().flatten() {
+        for client in control.incoming() {
+            let Ok(client) = client else {
+                // This process has no descriptor left.
+                thread::sleep(LOOK);
+                continue;
+            };
             let guest = guests.clone();
             let _ = spawn("client", move || pass_on(client, &guest));
         }

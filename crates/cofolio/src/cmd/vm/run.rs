@@ -305,6 +305,13 @@ fn attend(
 /// From now on signals go to the image's program, and the size of the terminal.
 fn pass_on(mut signals: Signals, running: &Running, given_up: Cancel) -> anyhow::Result<()> {
     let (guest, vmm) = (running.guest(), running.handle()?);
+    let (messages, queue) = std::sync::mpsc::channel();
+    // A guest that reads nothing must not keep the signals from being counted.
+    std::thread::Builder::new().name("messages".to_owned()).spawn(move || {
+        for message in queue {
+            let _ = guest.tell(&message);
+        }
+    })?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         let mut asked = 0;
         for signal in signals.forever() {
@@ -313,7 +320,6 @@ fn pass_on(mut signals: Signals, running: &Running, given_up: Cancel) -> anyhow:
                 (SIGWINCH, None) => continue,
                 _ => Message::Signal(signal),
             };
-            let _ = guest.tell(&message);
             if [SIGHUP, SIGINT, SIGQUIT, SIGTERM].contains(&signal) {
                 asked += 1;
             }
@@ -321,6 +327,7 @@ fn pass_on(mut signals: Signals, running: &Running, given_up: Cancel) -> anyhow:
                 given_up.cancel();
                 let _ = rustix::process::pidfd_send_signal(&vmm, Signal::KILL);
             }
+            let _ = messages.send(message);
         }
     })?;
     Ok(())
