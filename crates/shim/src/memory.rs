@@ -76,8 +76,12 @@ impl Memory {
         let stash = unsafe { map(0, size, true, PRIVATE | libc::MAP_ANONYMOUS, None)? };
         // SAFETY: advice about memory that has no content yet.
         unsafe { advise(stash, size, libc::MADV_NOHUGEPAGE) };
-        uffd.register(stash, size, MISSING)?;
-        uffd.register(start, len, WRITE_PROTECT)?;
+        let registered = uffd.register(stash, size, MISSING);
+        if let Err(error) = registered.and_then(|()| uffd.register(start, len, WRITE_PROTECT)) {
+            // SAFETY: nobody knows the stash yet.
+            unsafe { libc::munmap(stash as *mut _, size) };
+            return Err(error);
+        }
         let pages = len / PAGE;
         let pooled = vec![0; pages.div_ceil(64)];
         Ok(Self { start, pages, uffd, stash, pooled, pools: HashMap::new(), advice })

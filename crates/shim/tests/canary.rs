@@ -26,6 +26,8 @@ const WORDS: usize = PAGE / 8;
 struct Guest {
     start: usize,
     path: std::path::PathBuf,
+    /// Private memory of the process in bytes, before and after a hundred failing HELLOs.
+    failing: (usize, usize),
 }
 
 fn guest() -> MutexGuard<'static, Guest> {
@@ -37,10 +39,23 @@ fn guest() -> MutexGuard<'static, Guest> {
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).unwrap();
         let len = PAGES * PAGE;
-        // As QEMU: a reservation, the memory in it at a multiple of 2 MiB, and advice.
-        let start = unsafe {
+        // As QEMU: first a device with an image, here one as large as the memory, and advice.
+        let image = dir.join("image");
+        File::create(&image).unwrap().set_len(len as u64).unwrap();
+        let image = File::open(image).unwrap();
+        let show = |at: usize, len: usize, flags: i32| unsafe {
+            let (fd, flags) = (image.as_raw_fd(), flags | libc::MAP_SHARED);
+            let at = libc::mmap(at as *mut _, len, libc::PROT_READ, flags, fd, 0);
+            assert_ne!(at, libc::MAP_FAILED);
+            at
+        };
+        unsafe {
             std::env::set_var(protocol::SOCKET, listener.into_raw_fd().to_string());
             std::env::set_var(protocol::MEMORY, len.to_string());
+            assert_eq!(libc::madvise(show(0, len, 0), len, libc::MADV_DONTFORK), 0);
+        }
+        // Then a reservation, the memory in it at a multiple of 2 MiB, and advice.
+        let start = unsafe {
             let none = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let room =
                 libc::mmap(std::ptr::null_mut(), len + (2 << 20), libc::PROT_NONE, none, -1, 0);
@@ -52,9 +67,43 @@ fn guest() -> MutexGuard<'static, Guest> {
             assert_eq!(libc::madvise(start as *mut _, len, libc::MADV_DONTFORK), 0);
             start
         };
-        Mutex::new(Guest { start, path })
+        // The kernel refuses to watch a mapping that can never be written to.
+        let last = start + len - PAGE;
+        show(last, PAGE, libc::MAP_FIXED);
+        let before = private_memory();
+        for _ in 0..100 {
+            assert_eq!(hello(&path).1.errno, libc::EPERM.unsigned_abs());
+        }
+        let failing = (before, private_memory());
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let at = libc::mmap(last as *mut _, PAGE, access, flags | libc::MAP_NORESERVE, -1, 0);
+            assert_ne!(at, libc::MAP_FAILED);
+            assert_eq!(libc::madvise(at, PAGE, libc::MADV_HUGEPAGE), 0);
+            assert_eq!(libc::madvise(at, PAGE, libc::MADV_DONTFORK), 0);
+        }
+        Mutex::new(Guest { start, path, failing })
     };
     GUEST.get_or_init(make).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Asks the shim where the memory is.
+fn hello(path: &std::path::Path) -> (UnixStream, Hello) {
+    let mut socket = UnixStream::connect(path).unwrap();
+    // Otherwise the tests would hang if the shim had not found the memory.
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    socket.write_all(Plain::bytes(&[Head { kind: kind::HELLO, ..Head::default() }])).unwrap();
+    let mut hello = [Hello::default()];
+    socket.read_exact(Plain::bytes_mut(&mut hello)).unwrap();
+    (socket, hello[0])
+}
+
+/// Bytes of the process's private mappings.
+fn private_memory() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().parse::<usize>().unwrap() << 10
 }
 
 impl Guest {
@@ -87,12 +136,9 @@ impl Guest {
     }
 
     fn connect(&self) -> Merger {
-        let mut socket = UnixStream::connect(&self.path).unwrap();
-        socket.write_all(Plain::bytes(&[Head { kind: kind::HELLO, ..Head::default() }])).unwrap();
-        let mut hello = [Hello::default()];
-        socket.read_exact(Plain::bytes_mut(&mut hello)).unwrap();
+        let (socket, hello) = hello(&self.path);
         assert_eq!(
-            (hello[0].errno, hello[0].start, hello[0].len),
+            (hello.errno, hello.start, hello.len),
             (0, self.start as u64, (PAGES * PAGE) as u64)
         );
         Merger { socket }
@@ -190,6 +236,24 @@ fn all_runs(pool: u32) -> Vec<Run> {
 
 fn merged(outcomes: &[Outcome]) -> u32 {
     outcomes.iter().map(Outcome::count).sum()
+}
+
+/// The shim took the first range of the right length for the guest's memory. QEMU gives advice about
+/// images before, and a machine with an image as large as its memory was never merged.
+#[test]
+fn an_image_as_large_as_the_memory_is_not_taken_for_it() {
+    let guest = guest();
+    guest.fill();
+    drop(guest.connect());
+}
+
+/// Each HELLO that failed left a mapping of 1 MiB behind. The merger tries again every now and then.
+#[test]
+fn a_failing_hello_leaves_nothing_behind() {
+    let guest = guest();
+    let (before, after) = guest.failing;
+    assert!(after < before + (50 << 20), "{before} {after}");
+    drop(guest.connect());
 }
 
 #[test]
