@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
+use crate::file::is_immutable;
 use crate::protocol::{Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS};
 use crate::uffd::{MISSING, Uffd, WRITE_PROTECT};
 
@@ -449,26 +450,13 @@ fn in_steps(
     (done, None)
 }
 
-/// Whether nobody can write to a file, or shorten it: it is sealed, has fs-verity, or is immutable.
-/// Root can take that flag away; then the guest's image would change as well.
+/// Whether nobody can write to a file, or shorten it: it is sealed or immutable.
 fn never_changes(file: &OwnedFd) -> bool {
     // SAFETY: takes a descriptor and integers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     let needed = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
-    if seals != -1 {
-        return seals & needed == needed;
-    }
-    let mut flags: libc::c_long = 0;
-    // SAFETY: the request fills an integer, which is long enough for those that fill a long as
-    // well.
-    let found =
-        unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
-    found == 0 && flags & (FS_IMMUTABLE_FL | FS_VERITY_FL) != 0
+    if seals != -1 { seals & needed == needed } else { is_immutable(file) }
 }
-
-/// `linux/fs.h`.
-const FS_IMMUTABLE_FL: libc::c_long = 0x10;
-const FS_VERITY_FL: libc::c_long = 0x0010_0000;
 
 impl Pool {
     fn unmap(self) {
