@@ -149,7 +149,7 @@ impl Memory {
             // The first of several mappings may be registered, and threads would wait there for
             // ever. The kernel unregisters them in the same order, and splits none of them again.
             let _ = self.uffd.unregister(start, len);
-            let _ = self.uffd.register(start, len, WRITE_PROTECT);
+            self.watch(start, len);
             outcome.errno = error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs();
             return outcome;
         }
@@ -312,11 +312,20 @@ impl Memory {
                 while self.uffd.unregister(start, len).is_err() {
                     std::thread::sleep(std::time::Duration::from_millis(1));
                 }
-                // Without it these pages are not merged any more.
-                let _ = self.uffd.register(start, len, WRITE_PROTECT);
+                self.watch(start, len);
             }
             page = end;
         }
+    }
+
+    /// Lets the merger see writes to anonymous memory.
+    ///
+    /// The kernel may refuse it for want of memory. That is safe: PAGEMAP_SCAN leaves these
+    /// addresses out, so the merger has no hashes of their pages, or hashes that are out of date. A
+    /// merge compares the pages nevertheless, and registers them again. So an error is not
+    /// reported.
+    fn watch(&self, start: usize, len: usize) {
+        let _ = self.uffd.register(start, len, WRITE_PROTECT);
     }
 
     /// Makes pages that are mapped from a pool anonymous memory again, with their content. Writers
@@ -367,7 +376,8 @@ impl Memory {
         }
         let _ = blocking.wake(start, len);
         (first..first + count).for_each(|page| self.set_pooled(page, false));
-        self.uffd.register(start, len, WRITE_PROTECT)
+        self.watch(start, len);
+        Ok(())
     }
 
     fn advise_as_before(&self, start: usize, len: usize) {
@@ -410,7 +420,7 @@ impl Memory {
             }
             (from..page).for_each(|page| self.set_pooled(page, false));
             self.advise_as_before(start, len);
-            let _ = self.uffd.register(start, len, WRITE_PROTECT);
+            self.watch(start, len);
         }
         if !is_refused {
             // SAFETY: the caller's promise.
