@@ -23,6 +23,7 @@
 //! the guest would see the pool's page where it expects zeros. The shim maps anonymous memory there
 //! instead.
 
+pub mod file;
 pub mod message;
 pub mod protocol;
 

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
+use crate::file::is_immutable;
 use crate::protocol::{Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS};
 use crate::uffd::{MISSING, Uffd, WRITE_PROTECT};
 
@@ -81,8 +82,12 @@ impl Memory {
         let stash = unsafe { map(0, size, true, PRIVATE | libc::MAP_ANONYMOUS, None)? };
         // SAFETY: advice about memory that has no content yet.
         unsafe { advise(stash, size, libc::MADV_NOHUGEPAGE) };
-        uffd.register(stash, size, MISSING)?;
-        uffd.register(start, len, WRITE_PROTECT)?;
+        let registered = uffd.register(stash, size, MISSING);
+        if let Err(error) = registered.and_then(|()| uffd.register(start, len, WRITE_PROTECT)) {
+            // SAFETY: nobody knows the stash yet.
+            unsafe { libc::munmap(stash as *mut _, size) };
+            return Err(error);
+        }
         let pages = len / PAGE;
         let pooled = vec![0; pages.div_ceil(64)];
         Ok(Self { start, pages, uffd, stash, pooled, pools: HashMap::new(), advice })
@@ -149,7 +154,7 @@ impl Memory {
             // The first of several mappings may be registered, and threads would wait there for
             // ever. The kernel unregisters them in the same order, and splits none of them again.
             let _ = self.uffd.unregister(start, len);
-            let _ = self.uffd.register(start, len, WRITE_PROTECT);
+            self.watch(start, len);
             outcome.errno = error.raw_os_error().unwrap_or(libc::EIO).unsigned_abs();
             return outcome;
         }
@@ -312,11 +317,20 @@ impl Memory {
                 while self.uffd.unregister(start, len).is_err() {
                     std::thread::sleep(std::time::Duration::from_millis(1));
                 }
-                // Without it these pages are not merged any more.
-                let _ = self.uffd.register(start, len, WRITE_PROTECT);
+                self.watch(start, len);
             }
             page = end;
         }
+    }
+
+    /// Lets the merger see writes to anonymous memory.
+    ///
+    /// The kernel may refuse it for want of memory. That is safe: PAGEMAP_SCAN leaves these
+    /// addresses out, so the merger has no hashes of their pages, or hashes that are out of date. A
+    /// merge compares the pages nevertheless, and registers them again. So an error is not
+    /// reported.
+    fn watch(&self, start: usize, len: usize) {
+        let _ = self.uffd.register(start, len, WRITE_PROTECT);
     }
 
     /// Makes pages that are mapped from a pool anonymous memory again, with their content. Writers
@@ -367,7 +381,8 @@ impl Memory {
         }
         let _ = blocking.wake(start, len);
         (first..first + count).for_each(|page| self.set_pooled(page, false));
-        self.uffd.register(start, len, WRITE_PROTECT)
+        self.watch(start, len);
+        Ok(())
     }
 
     fn advise_as_before(&self, start: usize, len: usize) {
@@ -410,7 +425,7 @@ impl Memory {
             }
             (from..page).for_each(|page| self.set_pooled(page, false));
             self.advise_as_before(start, len);
-            let _ = self.uffd.register(start, len, WRITE_PROTECT);
+            self.watch(start, len);
         }
         if !is_refused {
             // SAFETY: the caller's promise.
@@ -450,26 +465,13 @@ fn in_steps(
     (done, None)
 }
 
-/// Whether nobody can write to a file, or shorten it: it is sealed, has fs-verity, or is immutable.
-/// Root can take that flag away; then the guest's image would change as well.
+/// Whether nobody can write to a file, or shorten it: it is sealed or immutable.
 fn never_changes(file: &OwnedFd) -> bool {
     // SAFETY: takes a descriptor and integers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     let needed = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
-    if seals != -1 {
-        return seals & needed == needed;
-    }
-    let mut flags: libc::c_long = 0;
-    // SAFETY: the request fills an integer, which is long enough for those that fill a long as
-    // well.
-    let found =
-        unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
-    found == 0 && flags & (FS_IMMUTABLE_FL | FS_VERITY_FL) != 0
+    if seals != -1 { seals & needed == needed } else { is_immutable(file) }
 }
-
-/// `linux/fs.h`.
-const FS_IMMUTABLE_FL: libc::c_long = 0x10;
-const FS_VERITY_FL: libc::c_long = 0x0010_0000;
 
 impl Pool {
     fn unmap(self) {

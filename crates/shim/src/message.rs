@@ -7,7 +7,10 @@ use std::os::unix::net::UnixStream;
 use crate::protocol::{Head, Plain};
 
 /// Room for one descriptor beside a message, aligned for its header.
-type Control = [u64; 8];
+type Control = [u64; 3];
+
+// SAFETY: computes a length.
+const _: () = assert!(size_of::<Control>() >= unsafe { libc::CMSG_SPACE(4) } as usize);
 
 /// Sends a head.
 ///
@@ -42,7 +45,7 @@ pub fn send(mut socket: &UnixStream, head: Head, file: Option<BorrowedFd<'_>>) -
     }
 }
 
-/// Receives a head.
+/// Receives a head, and at most one descriptor.
 ///
 /// # Errors
 /// Those of the socket; `UnexpectedEof` if it ends before the head does.
@@ -56,7 +59,10 @@ pub fn receive(socket: &UnixStream) -> io::Result<(Head, Option<OwnedFd>)> {
     message.msg_iov = &raw mut vector;
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control) as _;
+    // Without the padding behind it, into which a second descriptor would fit. The kernel closes
+    // all for which there is no room: a hostile peer may send 253 of them.
+    // SAFETY: computes a length.
+    message.msg_controllen = unsafe { libc::CMSG_LEN(4) } as _;
     let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_WAITALL;
     // SAFETY: all that `message` points to lives through the call.
     let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) };

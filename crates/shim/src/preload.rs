@@ -25,8 +25,8 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// madvise(2) of the VMM. The guest's memory is the first range with the guest's number of bytes that
-/// the VMM gives advice about.
+/// madvise(2) of the VMM. The guest's memory is the first private anonymous range with the guest's
+/// number of bytes that the VMM gives advice about.
 ///
 /// # Safety
 /// As madvise(2).
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn madvise(
     let mut state = state();
     match &mut *state {
         State::Unknown => {
-            if memory_len() == Some(len) {
+            if memory_len() == Some(len) && is_private_anonymous(start, len) {
                 *state = State::Found { start, len, advice: Vec::new() };
                 if let Err(error) = serve() {
                     complain(&format!("pages are not merged: {error}"));
@@ -73,6 +73,27 @@ fn note(state: &mut State, at: usize, length: usize, advice: i32) {
 
 fn memory_len() -> Option<usize> {
     std::env::var(protocol::MEMORY).ok()?.parse().ok()
+}
+
+/// Whether all of a range is private anonymous memory. QEMU gives advice about files of devices
+/// first, and an image may be as large as the guest's memory.
+fn is_private_anonymous(start: usize, len: usize) -> bool {
+    let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
+    let (mut at, last) = (start, start.saturating_add(len));
+    for line in String::from_utf8_lossy(&maps).lines() {
+        let mut words = line.split_whitespace();
+        let (Some(addresses), Some(access)) = (words.next(), words.next()) else { return false };
+        let Some((first, end)) = addresses.split_once('-') else { return false };
+        let address = |text| usize::from_str_radix(text, 16).unwrap_or(0);
+        if at < last && (address(first)..address(end)).contains(&at) {
+            // Offset, device, inode: proc_pid_maps(5).
+            if !access.ends_with('p') || words.nth(2) != Some("0") {
+                return false;
+            }
+            at = address(end);
+        }
+    }
+    at >= last
 }
 
 /// Begins to serve, on a thread that blocks all signals: they are for the VMM.
@@ -185,7 +206,7 @@ fn hello() -> Hello {
     let mut state = state();
     if let State::Found { start, len, advice } = &mut *state {
         let (start, len) = (*start, *len);
-        match Memory::new(start, len, std::mem::take(advice)) {
+        match Memory::new(start, len, advice.clone()) {
             Ok(memory) => *state = State::Ready(memory),
             Err(error) => {
                 let errno = errno(Err(error));

@@ -9,13 +9,15 @@
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
+use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use cofolio_shim::file::is_immutable;
 use cofolio_shim::message::{receive, send};
 use cofolio_shim::protocol::{self, Head, Hello, Outcome, PAGE, Plain, Run, ZEROS, kind};
 
@@ -26,6 +28,8 @@ const WORDS: usize = PAGE / 8;
 struct Guest {
     start: usize,
     path: std::path::PathBuf,
+    /// Private memory of the process in bytes, before and after a hundred failing HELLOs.
+    failing: (usize, usize),
 }
 
 fn guest() -> MutexGuard<'static, Guest> {
@@ -37,10 +41,23 @@ fn guest() -> MutexGuard<'static, Guest> {
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).unwrap();
         let len = PAGES * PAGE;
-        // As QEMU: a reservation, the memory in it at a multiple of 2 MiB, and advice.
-        let start = unsafe {
+        // As QEMU: first a device with an image, here one as large as the memory, and advice.
+        let image = dir.join("image");
+        File::create(&image).unwrap().set_len(len as u64).unwrap();
+        let image = File::open(image).unwrap();
+        let show = |at: usize, len: usize, flags: i32| unsafe {
+            let (fd, flags) = (image.as_raw_fd(), flags | libc::MAP_SHARED);
+            let at = libc::mmap(at as *mut _, len, libc::PROT_READ, flags, fd, 0);
+            assert_ne!(at, libc::MAP_FAILED);
+            at
+        };
+        unsafe {
             std::env::set_var(protocol::SOCKET, listener.into_raw_fd().to_string());
             std::env::set_var(protocol::MEMORY, len.to_string());
+            assert_eq!(libc::madvise(show(0, len, 0), len, libc::MADV_DONTFORK), 0);
+        }
+        // Then a reservation, the memory in it at a multiple of 2 MiB, and advice.
+        let start = unsafe {
             let none = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let room =
                 libc::mmap(std::ptr::null_mut(), len + (2 << 20), libc::PROT_NONE, none, -1, 0);
@@ -52,9 +69,43 @@ fn guest() -> MutexGuard<'static, Guest> {
             assert_eq!(libc::madvise(start as *mut _, len, libc::MADV_DONTFORK), 0);
             start
         };
-        Mutex::new(Guest { start, path })
+        // The kernel refuses to watch a mapping that can never be written to.
+        let last = start + len - PAGE;
+        show(last, PAGE, libc::MAP_FIXED);
+        let before = private_memory();
+        for _ in 0..100 {
+            assert_eq!(hello(&path).1.errno, libc::EPERM.unsigned_abs());
+        }
+        let failing = (before, private_memory());
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let at = libc::mmap(last as *mut _, PAGE, access, flags | libc::MAP_NORESERVE, -1, 0);
+            assert_ne!(at, libc::MAP_FAILED);
+            assert_eq!(libc::madvise(at, PAGE, libc::MADV_HUGEPAGE), 0);
+            assert_eq!(libc::madvise(at, PAGE, libc::MADV_DONTFORK), 0);
+        }
+        Mutex::new(Guest { start, path, failing })
     };
     GUEST.get_or_init(make).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Asks the shim where the memory is.
+fn hello(path: &std::path::Path) -> (UnixStream, Hello) {
+    let mut socket = UnixStream::connect(path).unwrap();
+    // Otherwise the tests would hang if the shim had not found the memory.
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    socket.write_all(Plain::bytes(&[Head { kind: kind::HELLO, ..Head::default() }])).unwrap();
+    let mut hello = [Hello::default()];
+    socket.read_exact(Plain::bytes_mut(&mut hello)).unwrap();
+    (socket, hello[0])
+}
+
+/// Bytes of the process's private mappings.
+fn private_memory() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().parse::<usize>().unwrap() << 10
 }
 
 impl Guest {
@@ -67,10 +118,12 @@ impl Guest {
         unsafe {
             libc::madvise(self.start as *mut _, PAGES * PAGE, libc::MADV_DONTNEED);
         }
-        for page in 0..PAGES {
-            for word in 0..WORDS {
-                self.word(page, word).store(content(page, word), Relaxed);
-            }
+        self.fill_pages(0..PAGES);
+    }
+
+    fn fill_pages(&self, pages: Range<usize>) {
+        for page in pages {
+            (0..WORDS).for_each(|word| self.word(page, word).store(content(page, word), SeqCst));
         }
     }
 
@@ -87,15 +140,39 @@ impl Guest {
     }
 
     fn connect(&self) -> Merger {
-        let mut socket = UnixStream::connect(&self.path).unwrap();
-        socket.write_all(Plain::bytes(&[Head { kind: kind::HELLO, ..Head::default() }])).unwrap();
-        let mut hello = [Hello::default()];
-        socket.read_exact(Plain::bytes_mut(&mut hello)).unwrap();
+        let (socket, hello) = hello(&self.path);
         assert_eq!(
-            (hello[0].errno, hello[0].start, hello[0].len),
+            (hello.errno, hello.start, hello.len),
             (0, self.start as u64, (PAGES * PAGE) as u64)
         );
         Merger { socket }
+    }
+
+    /// Discards pages, as a balloon does.
+    fn discard(&self, pages: Range<usize>) {
+        let at = (self.start + pages.start * PAGE) as *mut libc::c_void;
+        assert_eq!(unsafe { libc::madvise(at, pages.len() * PAGE, libc::MADV_DONTNEED) }, 0);
+    }
+
+    /// Whether every word of these pages is zero.
+    fn is_zero(&self, pages: Range<usize>) -> bool {
+        pages
+            .flat_map(|page| (0..WORDS).map(move |word| (page, word)))
+            .all(|(page, word)| self.word(page, word).load(Relaxed) == 0)
+    }
+
+    /// How many of these pages are in mappings of pools, written to since or not.
+    fn mapped_from_pools(&self, pages: Range<usize>) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let pools = maps.lines().filter(|line| line.contains("/memfd:cofolio-pool"));
+        let page = |address: &str| {
+            usize::from_str_radix(address, 16).unwrap().saturating_sub(self.start) / PAGE
+        };
+        let count = |line: &str| {
+            let (first, end) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+            page(end).min(pages.end).saturating_sub(page(first).max(pages.start))
+        };
+        pools.map(count).sum()
     }
 
     /// How many pages are a file's.
@@ -192,6 +269,25 @@ fn merged(outcomes: &[Outcome]) -> u32 {
     outcomes.iter().map(Outcome::count).sum()
 }
 
+/// The shim took the first range of the right length for the guest's memory. QEMU gives advice
+/// about images before, and a machine with an image as large as its memory was never merged.
+#[test]
+fn an_image_as_large_as_the_memory_is_not_taken_for_it() {
+    let guest = guest();
+    guest.fill();
+    drop(guest.connect());
+}
+
+/// Each HELLO that failed left a mapping of 1 MiB behind. The merger tries again every now and
+/// then.
+#[test]
+fn a_failing_hello_leaves_nothing_behind() {
+    let guest = guest();
+    let (before, after) = guest.failing;
+    assert!(after < before + (50 << 20), "{before} {after}");
+    drop(guest.connect());
+}
+
 #[test]
 fn pages_are_merged_and_broken_by_writes() {
     let guest = guest();
@@ -261,12 +357,8 @@ fn discarded_pages_are_zeros() {
     assert_eq!(merger.pool(3, true), 0);
     merger.ask(kind::MERGE, &all_runs(3));
     guest.word(20, 5).store(7, Relaxed);
-    let discard = |page: usize, pages: usize| {
-        let at = (guest.start + page * PAGE) as *mut libc::c_void;
-        assert_eq!(unsafe { libc::madvise(at, pages * PAGE, libc::MADV_DONTNEED) }, 0);
-    };
-    discard(10, 100);
-    discard(PAGES / 2 - 5, 10);
+    guest.discard(10..110);
+    guest.discard(PAGES / 2 - 5..PAGES / 2 + 5);
     let is_gone =
         |page: usize| (10..110).contains(&page) || (PAGES / 2 - 5..PAGES / 2 + 5).contains(&page);
     for page in (0..PAGES).filter(|page| is_gone(*page)) {
@@ -389,7 +481,8 @@ fn pages_of_an_immutable_file_are_merged() {
         let flags = if is_immutable { flags | 0x10 } else { flags & !0x10 };
         libc::ioctl(fd, libc::FS_IOC_SETFLAGS as _, &raw const flags) == 0
     };
-    if !make_immutable(true) {
+    if !(make_immutable(true) && is_immutable(&file)) {
+        make_immutable(false);
         println!("SKIP pages_of_an_immutable_file_are_merged: nothing can be made immutable here");
         return;
     }
@@ -409,61 +502,128 @@ fn pages_of_an_immutable_file_are_merged() {
     assert_eq!((discarded, is_gone), (0, true));
 }
 
+/// The numbers of a generator, each half as long as its state.
+fn next(state: &mut u64) -> usize {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*state >> 33) as usize
+}
+
 /// vCPUs write to pages while these are merged, converted and discarded, and see what they wrote.
+///
+/// The test could not fail before: pages that had changed left runs partly merged. Such a run can
+/// neither be merged nor converted as a whole, so after some rounds only zeros were merged, to
+/// which nobody wrote. Nothing was discarded.
 #[test]
 fn no_write_is_lost() {
+    const GROUP: usize = 16;
+    // Few pages, so that there is often a writer where one is merged.
+    const SAME: usize = 128;
+    const ZERO: usize = 64;
     let guest = guest();
     guest.fill();
     let mut merger = guest.connect();
     assert_eq!(merger.pool(5, true), 0);
-    let (stop, wrong, writes) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
-    let slowest = AtomicU64::new(0);
+    let counter = || AtomicUsize::new(0);
+    let (stop, wrong, writes, discarded) =
+        (AtomicBool::new(false), counter(), counter(), counter());
+    // vCPUs share a group of pages. The balloon has it alone: a guest does not use free pages.
+    let groups: Vec<RwLock<()>> = (0..PAGES / GROUP).map(|_| RwLock::new(())).collect();
+    // Pages that are the same, and zeros.
+    let any = |number: usize| match number % (SAME + ZERO) {
+        page if page < SAME => page,
+        page => page - SAME + PAGES - ZERO,
+    };
+    let (mut same, mut changed, mut zeros, mut converted) = (0, 0, 0, 0);
+    let is_enough = |same, changed, zeros, converted, discarded| {
+        same >= 40_000 && changed >= 200 && zeros >= 2000 && converted >= 40_000 && discarded >= 500
+    };
     std::thread::scope(|scope| {
+        let (stop, wrong, writes, discarded) = (&stop, &wrong, &writes, &discarded);
+        let (guest, groups, any) = (&*guest, &groups, &any);
         for thread in 0..3_usize {
-            let (stop, wrong, writes, slowest, guest) = (&stop, &wrong, &writes, &slowest, &*guest);
             scope.spawn(move || {
-                let mut state = thread as u64 + 1;
+                let mut state = thread as u64;
                 while !stop.load(Relaxed) {
-                    state = state
-                        .wrapping_mul(6_364_136_223_846_793_005)
-                        .wrapping_add(thread as u64 | 1);
+                    let first = any(next(&mut state)) / GROUP * GROUP;
+                    let _shared = groups[first / GROUP].read().unwrap();
                     // A word of its own in every page: the others are somebody else's.
-                    let page = (state >> 33) as usize % (PAGES / 2);
-                    let word = guest.word(page, 10 + thread);
-                    let before = content(page, 10 + thread);
-                    let began = Instant::now();
-                    let found = word.swap(state, SeqCst);
-                    let took = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
-                    slowest.fetch_max(took, Relaxed);
-                    let kept = word.swap(before, SeqCst);
-                    if found != before || kept != state || word.load(SeqCst) != before {
-                        wrong.fetch_add(1, Relaxed);
+                    let swap = |page, value| guest.word(page, 10 + thread).swap(value, SeqCst);
+                    let before = |page| content(page, 10 + thread);
+                    let pages = first..first + 1 + next(&mut state) % GROUP;
+                    let value = state;
+                    let found = pages.clone().filter(|page| swap(*page, value) != before(*page));
+                    wrong.fetch_add(found.count(), Relaxed);
+                    // Here pages are found changed.
+                    if next(&mut state).is_multiple_of(8) {
+                        std::thread::yield_now();
                     }
-                    writes.fetch_add(1, Relaxed);
+                    let kept = pages.clone().filter(|page| swap(*page, before(*page)) != value);
+                    wrong.fetch_add(kept.count(), Relaxed);
+                    writes.fetch_add(pages.len(), Relaxed);
                 }
             });
         }
+        scope.spawn(move || {
+            let mut state = 7;
+            while !stop.load(Relaxed) {
+                let first = any(next(&mut state));
+                let end = first + 1 + next(&mut state) % (GROUP - first % GROUP);
+                let _alone = groups[first / GROUP].write().unwrap();
+                discarded.fetch_add(guest.mapped_from_pools(first..end), Relaxed);
+                guest.discard(first..end);
+                wrong.fetch_add(usize::from(!guest.is_zero(first..end)), Relaxed);
+                guest.fill_pages(first..end);
+            }
+        });
         let began = Instant::now();
-        let mut all = 0;
-        while began.elapsed() < Duration::from_secs(4) {
-            all += merged(&merger.ask(kind::MERGE, &all_runs(5)));
-            let broken: Vec<_> =
-                (0..PAGES / 2 - 256).step_by(250).map(|page| run(page, 0, 0, 250)).collect();
-            merger.ask(kind::CONVERT, &broken);
+        let runs = |pages: Range<usize>, pool| {
+            let run = move |page| run(page, pool, page as u32 % 10, GROUP as u32);
+            pages.step_by(GROUP).map(run).collect::<Vec<_>>()
+        };
+        let (all, last) = (runs(0..SAME, 5), runs(PAGES - ZERO..PAGES, ZEROS));
+        while !is_enough(same, changed, zeros, converted, discarded.load(Relaxed))
+            && began.elapsed() < Duration::from_secs(120)
+        {
+            let outcomes = merger.ask(kind::MERGE, &all);
+            same += merged(&outcomes);
+            changed += outcomes.iter().map(|it| u32::from(it.changed)).sum::<u32>();
+            zeros += merged(&merger.ask(kind::MERGE, &last));
+            let outcomes = merger.ask(kind::CONVERT, &all);
+            converted += merged(&outcomes);
+            // Of a run that is partly merged, each page by itself. So all are free in the next
+            // round.
+            let refused = all.iter().zip(&outcomes).filter(|(_, outcome)| outcome.errno != 0);
+            let page = |(it, _): (&Run, _)| {
+                (it.page as usize..).take(GROUP).map(|page| run(page, 0, 0, 1))
+            };
+            let pages: Vec<Run> = refused.flat_map(page).collect();
+            converted += merged(&merger.ask(kind::CONVERT, &pages));
         }
         stop.store(true, SeqCst);
-        assert!(all > 10_000, "{all} pages");
-        println!("   {all} pages merged");
     });
-    assert_eq!(wrong.load(SeqCst), 0, "of {} writes", writes.load(SeqCst));
-    println!("   {} writes, the slowest took {} us", writes.load(SeqCst), slowest.load(SeqCst));
+    let (writes, discarded) = (writes.into_inner(), discarded.into_inner());
+    let done = format!(
+        "{writes} writes, {same} merged pages, {changed} changed ones, {zeros} of zeros, \
+         {converted} converted, {discarded} discarded from pools"
+    );
+    println!("   {done}");
+    assert_eq!(wrong.into_inner(), 0, "{done}");
+    assert!(is_enough(same, changed, zeros, converted, discarded), "{done}");
     guest.check(|_| false);
 }
 
 /// A device, or the kernel for it, writes to pages that it has pinned. A merge that took such a page away
 /// would lose what it writes.
+///
+/// The test could not fail before: pages were merged in its first round only. It asked for the
+/// conversion of each run's first page, so that later rounds found all runs partly merged, which
+/// the shim refuses as a whole. Here each thread discards its pages before it reads into them, as a
+/// balloon does. The merger converts no page of a machine whose VMM can pin pages.
 #[test]
 fn direct_io_into_pages_is_never_lost() {
+    const GROUP: usize = 64;
+    const BLOCKS: usize = 256;
+    const THREADS: usize = 2;
     let guest = guest();
     guest.fill();
     let mut merger = guest.connect();
@@ -471,8 +631,8 @@ fn direct_io_into_pages_is_never_lost() {
     // A file with another content for each page, read past the page cache into the guest's memory.
     let path = guest.path.with_file_name("disk");
     let mut file = File::create(&path).unwrap();
-    for page in 0..256_u64 {
-        file.write_all(&(page + 1).to_ne_bytes().repeat(WORDS)).unwrap();
+    for block in 0..BLOCKS {
+        file.write_all(&(block as u64 + 1).to_ne_bytes().repeat(WORDS)).unwrap();
     }
     drop(file);
     use std::os::unix::fs::OpenOptionsExt as _;
@@ -483,55 +643,78 @@ fn direct_io_into_pages_is_never_lost() {
         );
         return;
     };
-    let (stop, reads) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (stop, lost) = (AtomicBool::new(false), AtomicUsize::new(0));
+    // Held while pages are discarded and filled: those that are absent would count as busy.
+    let groups: Vec<Mutex<()>> = (0..2 * THREADS).map(|_| Mutex::new(())).collect();
+    let (mut same, mut busy) = (0, 0);
+    let is_enough = |same, busy| same >= 40_000 && busy >= 10_000;
     std::thread::scope(|scope| {
-        let (stop, reads, guest, direct) = (&stop, &reads, &*guest, &direct);
-        scope.spawn(move || {
-            let mut state = 1_u64;
-            while !stop.load(Relaxed) {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let (page, block) = ((state >> 33) as usize % 1000, (state >> 45) as usize % 256);
-                let at = (guest.start + page * PAGE) as *mut libc::c_void;
-                let offset = (block * PAGE) as libc::off_t;
-                assert_eq!(
-                    unsafe { libc::pread(direct.as_raw_fd(), at, PAGE, offset) },
-                    PAGE as isize
-                );
-                for word in [0, 200, WORDS - 1] {
-                    assert_eq!(guest.word(page, word).load(SeqCst), block as u64 + 1);
+        let (stop, lost, guest, direct, groups) = (&stop, &lost, &*guest, &direct, &groups);
+        for thread in 0..THREADS {
+            scope.spawn(move || {
+                let mut state = thread as u64;
+                while !stop.load(Relaxed) {
+                    let group = 2 * thread + next(&mut state) % 2;
+                    let pages = group * GROUP..(group + 1) * GROUP;
+                    let whole = groups[group].lock().unwrap();
+                    guest.discard(pages.clone());
+                    guest.fill_pages(pages.clone());
+                    drop(whole);
+                    let block = next(&mut state) % (BLOCKS - GROUP);
+                    let at = (guest.start + pages.start * PAGE) as *mut libc::c_void;
+                    let (fd, offset) = (direct.as_raw_fd(), (block * PAGE) as libc::off_t);
+                    let read = unsafe { libc::pread(fd, at, GROUP * PAGE, offset) };
+                    assert_eq!(read, (GROUP * PAGE) as isize);
+                    for (page, block) in pages.clone().zip(block as u64 + 1..) {
+                        let is_lost = |word| guest.word(page, word).load(SeqCst) != block;
+                        lost.fetch_add(usize::from((0..WORDS).any(is_lost)), Relaxed);
+                    }
+                    // Equal to the pool's again, so that it is merged.
+                    guest.fill_pages(pages);
                 }
-                // Equal to the pool's again, so that it is merged.
-                (0..WORDS)
-                    .for_each(|word| guest.word(page, word).store(content(page, word), SeqCst));
-                reads.fetch_add(1, Relaxed);
-            }
-        });
+            });
+        }
         let began = Instant::now();
-        while began.elapsed() < Duration::from_secs(3) {
-            let runs: Vec<_> = (0..1000).step_by(100).map(|page| run(page, 6, 0, 100)).collect();
-            merger.ask(kind::MERGE, &runs);
-            // As a balloon does with all of them, now and then: else no page is merged a second time.
-            merger.ask(
-                kind::CONVERT,
-                &runs.iter().map(|it| Run { pages: 1, ..*it }).collect::<Vec<_>>(),
-            );
+        while !is_enough(same, busy) && began.elapsed() < Duration::from_secs(120) {
+            for (group, whole) in groups.iter().enumerate() {
+                let first = group * GROUP;
+                let run = run(first, 6, first as u32 % 10, GROUP as u32);
+                let _whole = whole.lock().unwrap();
+                let [outcome] = merger.ask(kind::MERGE, &[run])[..] else { unreachable!() };
+                same += outcome.count();
+                busy += u32::from(outcome.busy);
+            }
         }
         stop.store(true, SeqCst);
     });
-    assert!(reads.load(SeqCst) > 100);
+    println!("   {same} merged pages, {busy} pinned ones");
+    assert_eq!(lost.into_inner(), 0, "{same} merged pages, {busy} pinned ones");
+    assert!(is_enough(same, busy), "{same} merged pages, {busy} pinned ones");
     guest.check(|_| false);
 }
 
 /// At the limit of mappings every mmap of a process fails. Nothing may be lost then.
+///
+/// It was never shown that a discard was refused there. And the test took the mappings away from
+/// all tests of this process, of which some failed to start; so it has a process of its own.
 #[test]
 fn nothing_is_lost_at_the_limit_of_mappings() {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "--ignored", "--test-threads", "1", "at_the_limit_of_mappings"]);
+    let output = command.output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
+}
+
+#[test]
+#[ignore = "worker: started by nothing_is_lost_at_the_limit_of_mappings"]
+fn at_the_limit_of_mappings() {
     let guest = guest();
     guest.fill();
     let mut merger = guest.connect();
     assert_eq!(merger.pool(7, true), 0);
     // Mappings that the kernel cannot join.
     let mut taken = Vec::new();
-    loop {
+    let take = |taken: &mut Vec<_>| loop {
         let access = if taken.len() % 2 == 0 { libc::PROT_READ } else { libc::PROT_NONE };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let at = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, access, flags, -1, 0) };
@@ -539,7 +722,8 @@ fn nothing_is_lost_at_the_limit_of_mappings() {
             break;
         }
         taken.push(at);
-    }
+    };
+    take(&mut taken);
     let outcomes = merger.ask(
         kind::MERGE,
         &(0..2000).step_by(20).map(|page| run(page, 7, 0, 10)).collect::<Vec<_>>(),
@@ -549,16 +733,22 @@ fn nothing_is_lost_at_the_limit_of_mappings() {
     for at in taken.drain(..20) {
         unsafe { libc::munmap(at, PAGE) };
     }
-    merger.ask(
+    let outcomes = merger.ask(
         kind::MERGE,
         &(0..2000).step_by(20).map(|page| run(page, 7, 0, 10)).collect::<Vec<_>>(),
     );
-    let at = guest.start as *mut libc::c_void;
-    let discarded = unsafe { libc::madvise(at, 15 * PAGE, libc::MADV_DONTNEED) };
-    for at in taken {
-        unsafe { libc::munmap(at, PAGE) };
-    }
-    assert_eq!(discarded, 0);
-    assert!((0..15).all(|page| guest.word(page, 0).load(Relaxed) == 0));
+    assert_eq!(outcomes[0].count(), 10, "{:?}", outcomes[0]);
+    take(&mut taken);
+    // The shim cannot map anonymous memory there, so it writes zeros: to pages of the pool that are
+    // still mapped.
+    guest.discard(0..15);
+    let kept = guest.mapped_from_pools(0..15);
+    let is_zero = guest.is_zero(0..15);
+    // Later it can.
+    taken.drain(..).for_each(|at| _ = unsafe { libc::munmap(at, PAGE) });
+    guest.word(3, 3).store(3, Relaxed);
+    guest.discard(0..15);
+    assert_eq!((kept, is_zero), (10, true));
+    assert_eq!((guest.mapped_from_pools(0..15), guest.is_zero(0..15)), (0, true));
     guest.check(|page| page < 15);
 }

@@ -16,7 +16,7 @@ const ALIGN: u64 = 2 << 20;
 /// Cloud Hypervisor and Firecracker map memory below the hole for 32-bit devices separately.
 const BELOW_HOLE: u64 = 3 << 30;
 /// Filesystems, by `include/uapi/linux/magic.h`.
-const TMPFS_MAGIC: u64 = 0x0102_1994;
+pub(super) const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 /// Longest list of mappings, in bytes: that of a VMM with 65,530 mappings, the kernel's default limit,
 /// takes a fifth.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -11,11 +11,14 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use cofolio_node::vm::merger::{MergePolicy, MergeReport, Merger, Target};
-use cofolio_shim::message::receive;
+use cofolio_shim::message::{receive, send};
 use cofolio_shim::protocol::{Head, Hello, Outcome, PAGE, Plain, Run, kind};
-use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals,
+    memfd_create,
+};
 
-use super::{MEMORY, Vmm, connect, drain, listen, say, shim};
+use super::{MEMORY, Vmm, connect, content, drain, listen, say, shim};
 
 /// A merger and its log.
 struct Merging {
@@ -260,6 +263,59 @@ fn a_vmm_cannot_write_to_its_pools() {
     honest.check();
 }
 
+/// A daemon ends, and the next one finds the pools in VMMs. Their numbers there are not this
+/// merger's.
+#[test]
+fn a_new_merger_goes_on_with_the_pools_of_an_earlier_one() {
+    let Some(shim) = shim("a_new_merger_goes_on_with_the_pools_of_an_earlier_one") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut vmms = ["a", "b", "c"].map(|name| honest(&dir, name, &shim));
+    let mut targets = vec![target_of("a", "red", &vmms[0]), target_of("b", "red", &vmms[1])];
+    Merging::of(targets.clone()).passes(4);
+    let before = pools(vmms[0].pid());
+    targets.push(target_of("c", "red", &vmms[2]));
+    let mut merging = Merging::of(targets);
+    let report = merging.passes(4);
+    assert_eq!(merging.said(), "");
+    assert!(report.guests["c"].pool_pages > 1000, "{report:?}");
+    assert!(!before.is_empty());
+    for vmm in &mut vmms {
+        assert_eq!(pools(vmm.pid()), before);
+        vmm.check();
+    }
+}
+
+/// The merger asks a VMM for the pools that it has of an earlier merger. A hostile one named the
+/// number 2^31 - 2 for one, which left its trust domain a single number for new pools: no guest
+/// that was started later was merged.
+#[test]
+fn pools_that_no_merger_made_are_not_taken() {
+    let Some(shim) = shim("pools_that_no_merger_made_are_not_taken") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["0-bad pools", "0-endless pools", "0-fewer pools"];
+    let start = |it: &str| Vmm::start(&dir.path().join(it), it, Some((&shim, "hidden")));
+    let liars = names.map(start);
+    let of_liars = names.iter().zip(&liars).map(|(name, vmm)| target_of(name, "red", vmm));
+    let mut merging = Merging::of(Vec::new());
+    for names in [["a", "b"], ["c", "d"], ["e", "f"]] {
+        let mut vmms = names.map(|name| honest(&dir, name, &shim));
+        let targets = names.iter().zip(&vmms).map(|(name, vmm)| target_of(name, "red", vmm));
+        merging.targets = of_liars.clone().chain(targets).collect();
+        let report = merging.passes(4);
+        assert!(names.iter().all(|name| report.guests[*name].pool_pages > 1000), "{report:?}");
+        vmms.iter_mut().for_each(Vmm::check);
+        // The next guests need new pools: a survey drops those that nobody maps.
+        drop(vmms);
+        merging.targets = of_liars.clone().collect();
+        merging.passes(6);
+    }
+    let said = merging.said();
+    let endless = "virtual machine 0-endless pools is not merged: it has 4294967295 pools, more";
+    assert!(said.contains(endless), "{said}");
+    assert!(said.contains("virtual machine 0-fewer pools is not merged: "), "{said}");
+    assert!(!said.contains("0-bad pools"), "{said}");
+}
+
 /// A VMM whose shim is its own: it knows from the real one where its memory is.
 pub(crate) fn serve(dir: &Path, behaviour: &str) {
     let listener = listen(dir, "merge");
@@ -289,9 +345,88 @@ pub(crate) fn serve(dir: &Path, behaviour: &str) {
                     std::thread::sleep(Duration::from_millis(500));
                 }
             }),
+            "0-bad pools" => {
+                let pools = bad_pools();
+                // If the merger had taken this file for a pool, the others would see it change.
+                let change = |runs: &[Run], client: &UnixStream| {
+                    pools[0].2.write_all_at(&[0xee; 1 << 20], 0)?;
+                    refuse_all(runs, client)
+                };
+                let count = u32::try_from(pools.len()).unwrap();
+                let offer = |client: &UnixStream| offer(client, count, &pools);
+                answer_with_pools(&client, hello, &offer, &keep, &change);
+            }
+            "0-endless pools" => {
+                let offer = |client: &UnixStream| offer(client, u32::MAX, &bad_pools());
+                answer_with_pools(&client, hello, &offer, &keep, &refuse_all);
+            }
+            "0-fewer pools" => {
+                let offer = |client: &UnixStream| {
+                    offer(client, 100, &bad_pools())?;
+                    Err(io::ErrorKind::BrokenPipe.into())
+                };
+                answer_with_pools(&client, hello, &offer, &keep, &refuse_all);
+            }
             other => panic!("{other}"),
         }
     }
+}
+
+/// Number and pages that are said of a file, and the file.
+type Offered = (u32, u32, File);
+
+/// Files that are no pools of an earlier merger, and pools with numbers that are not theirs.
+fn bad_pools() -> Vec<Offered> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let memory = |flags: MemfdFlags, bytes: &[u8], seals: SealFlags| {
+        let file = File::from(memfd_create("cofolio-pool", flags).unwrap());
+        file.write_all_at(bytes, 0).unwrap();
+        fcntl_add_seals(&file, seals).unwrap();
+        file
+    };
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
+    let sealed = |bytes: &[u8]| memory(flags, bytes, seals);
+    let page = |byte: u8| [byte; PAGE];
+    // What the guests have, in files that can be changed later.
+    let guests: Vec<u8> = (0..1 << 17).flat_map(|word| content(word).to_ne_bytes()).collect();
+    let mut all = vec![
+        (1, 256, memory(flags, &guests, SealFlags::empty())),
+        (2, 256, memory(flags, &guests, SealFlags::SHRINK | SealFlags::GROW)),
+        (3, 1, File::open("/dev/zero").unwrap()),
+        (4, 1, File::from(rustix::pipe::pipe().unwrap().0)),
+        (5, 1, File::open("/proc/self/exe").unwrap()),
+        (6, 1, File::open("/").unwrap()),
+        // Not whole pages, nothing, more than a pool has, and a number of pages that is not so.
+        (7, 1, sealed(&[7; 100])),
+        (8, 0, sealed(&[])),
+        (9, 1025, sealed(&vec![9; 1025 * PAGE])),
+        (10, u32::MAX, sealed(&page(10))),
+        // One number for two pools, and two numbers for one.
+        (11, 1, sealed(&page(11))),
+        (11, 1, sealed(&page(12))),
+    ];
+    let twice = all[11].2.try_clone().unwrap();
+    all.push((13, 1, twice));
+    // The last numbers of pools, those of images, and that of zeros.
+    let numbers = [(1 << 31) - 2, (1 << 31) - 1, 1 << 31, u32::MAX - 1, u32::MAX];
+    all.extend((0x80..).zip(numbers).map(|(byte, number)| (number, 1, sealed(&page(byte)))));
+    // A file of huge pages takes none as long as nothing is written.
+    if let Ok(huge) = memfd_create("cofolio-pool", flags | MemfdFlags::HUGETLB) {
+        let huge = File::from(huge);
+        if huge.set_len(2 << 20).is_ok() && fcntl_add_seals(&huge, seals).is_ok() {
+            all.push((14, 512, huge));
+        }
+    }
+    all
+}
+
+fn offer(mut client: &UnixStream, count: u32, pools: &[Offered]) -> io::Result<()> {
+    client.write_all(&count.to_ne_bytes())?;
+    for (number, count, file) in pools {
+        let head = Head { kind: kind::POOLS, count: *count, argument: *number, reserved: 0 };
+        send(client, head, Some(file.as_fd()))?;
+    }
+    Ok(())
 }
 
 fn ask_hello(mut shim: &UnixStream) -> Hello {
@@ -311,18 +446,29 @@ fn refuse_all(runs: &[Run], mut client: &UnixStream) -> io::Result<()> {
     client.write_all(Plain::bytes(&runs.iter().map(changed).collect::<Vec<_>>()))
 }
 
-/// Answers as a shim does, but merges nothing itself.
+/// Answers as a shim does that has no pools of an earlier merger, but merges nothing itself.
 fn answer(
+    client: &UnixStream,
+    hello: Hello,
+    on_pool: &dyn Fn(Head, OwnedFd),
+    on_merge: OnMerge<'_>,
+) {
+    let no_pools = |mut client: &UnixStream| client.write_all(&[0; 4]);
+    answer_with_pools(client, hello, &no_pools, on_pool, on_merge);
+}
+
+fn answer_with_pools(
     mut client: &UnixStream,
     hello: Hello,
+    on_pools: &dyn Fn(&UnixStream) -> io::Result<()>,
     on_pool: &dyn Fn(Head, OwnedFd),
     on_merge: OnMerge<'_>,
 ) {
     while let Ok((head, file)) = receive(client) {
         let done = match head.kind {
             kind::HELLO => client.write_all(Plain::bytes(&[hello])),
-            // It has no pools of an earlier merger.
-            kind::POOLS => client.write_all(&[0; 4]),
+            kind::POOLS => on_pools(client),
+            kind::FORGET => client.write_all(&[0; 4]),
             kind::POOL => {
                 on_pool(head, file.unwrap());
                 client.write_all(&[0; 4])

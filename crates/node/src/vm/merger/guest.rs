@@ -142,9 +142,9 @@ impl Guest {
         let (pages, ram) = (Pages::new(proc, pid, start, len)?, Ram::at(proc, pid, start..end)?);
         let most = usize::try_from(len).unwrap_or(0) / PAGE / POOL_PAGES * WASTED + 1024;
         for (number, file) in shim.kept(most)? {
-            if !pools.adopt(number, file, pid)? {
-                shim.forget(number)?;
-            }
+            pools.adopt(file, pid)?;
+            // It gets the pool again by this merger's number when a run needs it.
+            shim.forget(number)?;
         }
         for file in image_files(&dir)? {
             images.add(file, pid)?;

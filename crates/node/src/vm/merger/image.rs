@@ -9,9 +9,9 @@ use std::io;
 use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
+use cofolio_shim::file::is_immutable;
 use cofolio_shim::protocol::PAGE;
 use cofolio_sys::resident::Resident;
-use rustix::fs::{AtFlags, StatxAttributes, StatxFlags, statx};
 
 use super::plan::{Hash, Slot, Slots, contents};
 use super::pool::IMAGES;
@@ -47,12 +47,7 @@ pub(super) struct Images {
 impl Images {
     /// Adds a file of a guest's image if nobody can change it. Shims refuse other files.
     pub(super) fn add(&mut self, file: File, pid: u32) -> io::Result<()> {
-        let found = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
-        let never_changes = StatxAttributes::IMMUTABLE | StatxAttributes::VERITY;
-        match found.stx_attributes.intersects(never_changes) {
-            true => self.keep(file, pid),
-            false => Ok(()),
-        }
+        if is_immutable(&file) { self.keep(file, pid) } else { Ok(()) }
     }
 
     fn keep(&mut self, file: File, pid: u32) -> io::Result<()> {
@@ -138,6 +133,8 @@ mod tests {
 
     use std::io::Write as _;
 
+    use rustix::fs::{IFlags, ioctl_setflags};
+
     use super::*;
 
     #[test]
@@ -160,5 +157,25 @@ mod tests {
         assert_eq!(images.slots.len(), 3);
         images.retain_living(|_| false);
         assert_eq!((images.images.len(), images.slots.len()), (0, 0));
+    }
+
+    /// The attributes of a file were believed wherever it was, also where a server makes them up.
+    /// Here the kernel itself says them of a file in memory, which stands for those.
+    #[test]
+    fn files_of_other_filesystems_are_not_taken() {
+        let test = "files_of_other_filesystems_are_not_taken";
+        let Ok(file) = tempfile::NamedTempFile::new_in("/dev/shm") else {
+            return println!("SKIP {test}: there is no /dev/shm");
+        };
+        file.as_file().set_len(PAGE as u64).unwrap();
+        let set = |flags: IFlags| ioctl_setflags(&file, flags);
+        if set(IFlags::IMMUTABLE).is_err() {
+            return println!("SKIP {test}: not root, or files in memory cannot be immutable");
+        }
+        let mut images = Images::default();
+        let added = images.add(File::open(file.path()).unwrap(), 9);
+        set(IFlags::empty()).unwrap();
+        added.unwrap();
+        assert_eq!(images.images.len(), 0);
     }
 }

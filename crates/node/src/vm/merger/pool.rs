@@ -15,10 +15,12 @@ use std::thread::ScopedJoinHandle;
 
 use cofolio_shim::protocol::PAGE;
 use cofolio_sys::memory::{is_sealed, sealed};
+use rustix::fs::fstatfs;
 
 use super::plan::{Slot, Slots, contents};
 use super::scan::hash_of;
 use super::{lock, next};
+use crate::vm::ram::TMPFS_MAGIC;
 
 /// Pages of a pool: 4 MiB.
 pub(super) const POOL_PAGES: usize = 1024;
@@ -106,29 +108,33 @@ impl Pools {
         Ok(())
     }
 
-    /// Adopts a pool that a process has under a number. Returns false if it is not sealed, or
-    /// another pool has the number. A hostile process can offer any content: shims compare before
-    /// they map it.
-    pub(super) fn adopt(&mut self, number: u32, file: File, pid: u32) -> io::Result<bool> {
+    /// Adopts a pool that a process has, under a number of its own: a hostile process could name
+    /// the last number, or another pool's. Ignores files that are no sealed pool. A hostile process
+    /// can offer any content: shims compare before they map it.
+    pub(super) fn adopt(&mut self, file: File, pid: u32) -> io::Result<()> {
+        // Its inode stands for a pool, and memory of huge pages has inodes of its own. They could
+        // not be mapped in place of small pages either.
+        let is_small = fstatfs(&file)?.f_type.cast_unsigned() == TMPFS_MAGIC;
+        if !(is_small && is_sealed(&file)) {
+            return Ok(());
+        }
         let stat = file.metadata()?;
-        if let Some(pool) = self.pools.get_mut(&number) {
-            let is_same = pool.inode == stat.ino();
-            if is_same {
-                pool.users.insert(pid);
-            }
-            return Ok(is_same);
+        if let Some(pool) = self.pools.values_mut().find(|pool| pool.inode == stat.ino()) {
+            pool.users.insert(pid);
+            return Ok(());
         }
         let most = (POOL_PAGES * PAGE) as u64;
         let is_whole = stat.len() > 0 && stat.len() <= most && stat.len() % PAGE as u64 == 0;
-        if !(is_whole && is_sealed(&file) && number < IMAGES - 1) {
-            return Ok(false);
+        if !is_whole || self.next >= IMAGES {
+            return Ok(());
         }
         let mut content = vec![0; usize::try_from(stat.len()).unwrap_or(0)];
         file.read_exact_at(&mut content, 0)?;
         let hashes: Vec<_> = content.chunks(PAGE).map(|page| Some(hash_of(page))).collect();
+        let number = self.next;
         self.keep(number, file, &hashes)?;
         self.pools.entry(number).and_modify(|pool| _ = pool.users.insert(pid));
-        Ok(true)
+        Ok(())
     }
 
     /// Drops pools whose processes have all ended.
@@ -181,26 +187,20 @@ mod tests {
         before.add(3, 1, |_, pages| pages[..PAGE].fill(5)).unwrap();
         let file = || before.pools[&0].file.try_clone().unwrap();
         let mut pools = Pools::default();
-        assert!(pools.adopt(7, file(), 10).unwrap());
-        assert!(pools.adopt(7, file(), 11).unwrap());
-        assert_eq!((pools.next(), pools.bytes()), (8, 3 * PAGE as u64));
-        assert_eq!(
-            pools.slots,
-            before
-                .slots
-                .iter()
-                .map(|(content, slot)| { (*content, Slot { pool: 7, ..*slot }) })
-                .collect()
-        );
-        assert_eq!(pools.pools[&7].users, [10, 11].into());
-        // Another pool with the same number, a file that can change, and a device.
-        let mut others = Pools::default();
-        others.add(1, 1, |_, pages| pages.fill(6)).unwrap();
-        assert!(!pools.adopt(7, others.pools[&0].file.try_clone().unwrap(), 12).unwrap());
+        pools.add(1, 1, |_, pages| pages.fill(6)).unwrap();
+        pools.adopt(file(), 10).unwrap();
+        pools.adopt(file(), 11).unwrap();
+        assert_eq!((pools.next(), pools.bytes()), (2, 4 * PAGE as u64));
+        let is_adopted = |(content, slot): (_, &Slot)| {
+            pools.slots.get(content) == Some(&Slot { pool: 1, ..*slot })
+        };
+        assert!(before.slots.iter().all(is_adopted));
+        assert_eq!(pools.pools[&1].users, [10, 11].into());
+        // A file that can change, and a device.
         let open = tempfile::tempfile().unwrap();
         open.set_len(PAGE as u64).unwrap();
-        assert!(!pools.adopt(8, open, 12).unwrap());
-        assert!(!pools.adopt(8, File::open("/dev/null").unwrap(), 12).unwrap());
-        assert_eq!(pools.bytes(), 3 * PAGE as u64);
+        pools.adopt(open, 12).unwrap();
+        pools.adopt(File::open("/dev/null").unwrap(), 12).unwrap();
+        assert_eq!((pools.next(), pools.bytes()), (2, 4 * PAGE as u64));
     }
 }
