@@ -50,8 +50,7 @@ impl Mapping<'_> {
     }
 
     fn range(&self) -> Option<Range<u64>> {
-        let (start, end) = std::str::from_utf8(self.range).ok()?.split_once('-')?;
-        Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
+        addresses(self.range)
     }
 }
 
@@ -170,22 +169,41 @@ pub(crate) fn file_id(path: &Path) -> Option<(Device, u64)> {
     Some(((found.stx_dev_major, found.stx_dev_minor), found.stx_ino))
 }
 
-/// `7f6ac63a8000-7f6ac63ce000 r--p 00000000 00:29 4809     /usr/lib/libc.so.6`; the device in
-/// hexadecimal. `None` for memory without a file.
+/// A line of `/proc/PID/maps`: `7f6ac63a8000-7f6ac63ce000 r--p 00000000 00:29 4809     /usr/lib/libc.so.6`.
+pub(crate) struct Line<'l> {
+    pub(crate) range: &'l [u8],
+    pub(crate) access: &'l [u8],
+    pub(crate) offset: u64,
+    pub(crate) device: Device,
+    /// 0 for memory without a file.
+    pub(crate) inode: u64,
+    pub(crate) path: &'l [u8],
+}
+
+impl<'l> Line<'l> {
+    pub(crate) fn parse(line: &'l [u8]) -> Option<Self> {
+        let hex = |word| u64::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok();
+        // A path may have blanks.
+        let mut words = line.splitn(6, |byte| *byte == b' ');
+        let (range, access, offset) = (words.next()?, words.next()?, hex(words.next()?)?);
+        let (major, minor) = std::str::from_utf8(words.next()?).ok()?.split_once(':')?;
+        let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+        let inode = std::str::from_utf8(words.next()?).ok()?.parse().ok()?;
+        let path = words.next().unwrap_or_default().trim_ascii_start();
+        Some(Self { range, access, offset, device, inode, path })
+    }
+}
+
+/// The mapping of a line. `None` for memory without a file.
 fn parse(line: &[u8]) -> Option<Mapping<'_>> {
-    let mut rest = line;
-    let mut field = || {
-        let end = rest.iter().position(|byte| *byte == b' ')?;
-        let (field, tail) = rest.split_at(end);
-        rest = &tail[tail.iter().position(|byte| *byte != b' ')?..];
-        Some(field)
-    };
-    let (range, _permissions) = (field()?, field()?);
-    let offset = u64::from_str_radix(std::str::from_utf8(field()?).ok()?, 16).ok()?;
-    let (major, minor) = std::str::from_utf8(field()?).ok()?.split_once(':')?;
-    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
-    let inode = std::str::from_utf8(field()?).ok()?.parse().ok().filter(|inode| *inode != 0)?;
-    Some(Mapping { device, inode, range, offset, path: rest })
+    let Line { range, offset, device, inode, path, .. } = Line::parse(line)?;
+    (inode != 0).then_some(Mapping { device, inode, range, offset, path })
+}
+
+/// The addresses that a line begins with.
+pub(crate) fn addresses(range: &[u8]) -> Option<Range<u64>> {
+    let (start, end) = std::str::from_utf8(range).ok()?.split_once('-')?;
+    Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
 }
 
 #[cfg(test)]

@@ -45,6 +45,7 @@ pub mod merger;
 mod qemu;
 pub mod qmp;
 pub mod ram;
+mod ranges;
 pub mod recycler;
 mod run;
 mod shared;

@@ -10,6 +10,8 @@ use cofolio_sys::pagemap::{Query, Region, category, scan};
 
 use crate::address_space::{Maps, access, probe_and_access};
 use crate::kernel_text;
+use crate::processes::{Line, addresses};
+use crate::vm::ranges::without;
 
 /// QEMU maps a guest's memory at multiples of this, for huge pages.
 const ALIGN: u64 = 2 << 20;
@@ -183,8 +185,8 @@ impl Ram {
         let merged = self.merged()?;
         let is_merged = !(merged.pools.is_empty() && merged.images.is_empty());
         let (resident, written) = self.count(is_merged)?;
-        let pools = without(&merged.pools, &written);
-        let images = without(&merged.images, &written);
+        let pools = shown(&merged.pools, &written);
+        let images = shown(&merged.images, &written);
         Ok(Content { resident, pool_pieces: merged.pools, written, pools, images })
     }
 
@@ -293,22 +295,10 @@ pub(super) fn bytes(parts: &[Part]) -> u64 {
 }
 
 /// Parts of files that mappings still show: without private addresses. Both are in order.
-fn without(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
-    let (mut parts, mut first) = (Vec::new(), 0);
-    for piece in pieces {
-        let Range { start: mut next, end } = piece.addresses;
-        first += private[first..].iter().take_while(|it| it.end <= next).count();
-        for region in private[first..].iter().take_while(|it| it.start < end) {
-            if region.start > next {
-                parts.push(piece.part(next..region.start));
-            }
-            next = next.max(region.end).min(end);
-        }
-        if next < end {
-            parts.push(piece.part(next..end));
-        }
-    }
-    parts
+fn shown(pieces: &[Piece], private: &[Range<u64>]) -> Vec<Part> {
+    let addresses: Vec<_> = pieces.iter().map(|piece| piece.addresses.clone()).collect();
+    let parts = without(&addresses, private).into_iter();
+    parts.map(|(number, addresses)| pieces[number].part(addresses)).collect()
 }
 
 /// Merged mappings of a guest's memory.
@@ -358,18 +348,16 @@ pub(super) fn maps(process: &Path) -> io::Result<String> {
 }
 
 pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
-    // A name may have spaces.
-    let mut words = line.splitn(6, ' ');
-    let (start, end) = words.next()?.split_once('-')?;
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    let addresses = number(start)?..number(end)?;
-    let access = words.next()?;
-    let offset = number(words.next()?)?;
-    let (major, minor) = words.next()?.split_once(':')?;
-    let file = (number(major)? << 32 | number(minor)?, words.next()?.parse().ok()?);
-    let name = words.next().unwrap_or_default().trim_start();
-    let name = name.strip_suffix(" (deleted)").unwrap_or(name);
-    Some(Mapping { addresses, access, offset, file, name })
+    let Line { range, access, offset, device: (major, minor), inode, path } =
+        Line::parse(line.as_bytes())?;
+    let name = str::from_utf8(path).ok()?;
+    Some(Mapping {
+        addresses: addresses(range)?,
+        access: str::from_utf8(access).ok()?,
+        offset,
+        file: (u64::from(major) << 32 | u64::from(minor), inode),
+        name: name.strip_suffix(" (deleted)").unwrap_or(name),
+    })
 }
 
 /// Whether pages of a mapping in a guest's memory were merged.
@@ -541,8 +529,8 @@ mod tests {
             (FILE, 5060..5100),
             (FILE, 10..90),
         ];
-        assert_eq!(without(&pieces, &private), expected);
-        assert_eq!(without(&pieces, &[]).len(), 3);
-        assert_eq!(without(&pieces, std::slice::from_ref(&(0..1000))), []);
+        assert_eq!(shown(&pieces, &private), expected);
+        assert_eq!(shown(&pieces, &[]).len(), 3);
+        assert_eq!(shown(&pieces, std::slice::from_ref(&(0..1000))), []);
     }
 }

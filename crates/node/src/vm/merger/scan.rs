@@ -23,6 +23,7 @@ use cofolio_sys::process::ProcessMemory;
 use twox_hash::XxHash3_64;
 
 use super::plan::Hash;
+use crate::vm::ranges::without;
 
 /// Looks during which a volatile page is ignored, at first and at most.
 const VOLATILE: u64 = 8;
@@ -89,7 +90,8 @@ impl Pages {
         for pages in &written {
             self.hashes[pages.clone()].fill(None);
         }
-        let stayed = without(&std::mem::replace(&mut self.young, written), &self.young);
+        let before = std::mem::replace(&mut self.young, written);
+        let stayed = parts_without(&before, &self.young);
         let mut due = self.leave_volatile(stayed);
         due.sort_unstable_by_key(|pages| pages.start);
         // Reading a page that is not present would allocate one.
@@ -138,7 +140,7 @@ impl Pages {
         }
         waiting.sort_unstable();
         let waiting: Vec<_> = waiting.into_iter().map(|page| page..page + 1).collect();
-        let mut pages = without(&pages, &waiting);
+        let mut pages = parts_without(&pages, &waiting);
         due.retain(|it| !has(&pages, it.start));
         pages.extend(due);
         pages
@@ -197,32 +199,14 @@ fn push(all: &mut Vec<Range<usize>>, pages: Range<usize>) {
     }
 }
 
+fn parts_without(pages: &[Range<usize>], others: &[Range<usize>]) -> Vec<Range<usize>> {
+    without(pages, others).into_iter().map(|(_, part)| part).collect()
+}
+
 /// Whether a page is in ranges that are in order.
 fn has(ranges: &[Range<usize>], page: usize) -> bool {
     let behind = ranges.partition_point(|range| range.end <= page);
     ranges.get(behind).is_some_and(|range| range.contains(&page))
-}
-
-/// Ranges less others, all in order.
-fn without(ranges: &[Range<usize>], others: &[Range<usize>]) -> Vec<Range<usize>> {
-    let (mut left, mut next) = (Vec::new(), 0);
-    for range in ranges {
-        let mut start = range.start;
-        while others.get(next).is_some_and(|other| other.end <= start) {
-            next += 1;
-        }
-        // The last of them may reach into the next range.
-        for other in others[next..].iter().take_while(|other| other.start < range.end) {
-            if other.start > start {
-                left.push(start..other.start);
-            }
-            start = start.max(other.end);
-        }
-        if start < range.end {
-            left.push(start..range.end);
-        }
-    }
-    left
 }
 
 /// A part of a guest's pages.
@@ -255,18 +239,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_taken_out_of_others() {
-        let ranges = |ends: &[[usize; 2]]| ends.iter().map(|it| it[0]..it[1]).collect::<Vec<_>>();
-        let less = |all: &[[usize; 2]], others: &[[usize; 2]]| -> Vec<[usize; 2]> {
-            let left = without(&ranges(all), &ranges(others));
-            left.iter().map(|it| [it.start, it.end]).collect()
-        };
-        assert_eq!(less(&[[0, 10]], &[]), [[0, 10]]);
-        assert_eq!(less(&[[0, 10], [20, 30]], &[[0, 10]]), [[20, 30]]);
-        assert_eq!(less(&[[0, 10], [20, 30]], &[[5, 25]]), [[0, 5], [25, 30]]);
-        assert_eq!(less(&[[0, 10]], &[[1, 2], [4, 5], [9, 20]]), [[0, 1], [2, 4], [5, 9]]);
-        assert_eq!(less(&[[0, 2], [4, 6], [8, 10]], &[[0, 3], [5, 9]]), [[4, 5], [9, 10]]);
-        let all = ranges(&[[1, 3], [7, 9]]);
+    fn a_page_is_found_in_ranges() {
+        let all = [1..3, 7..9];
         assert!(has(&all, 8) && !has(&all, 3));
     }
 }
