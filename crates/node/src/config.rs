@@ -307,6 +307,9 @@ pub struct Vm {
     /// Percent of one processor that it takes for that, shims included, 0.1 to 10000.
     #[serde(deserialize_with = "merge_cpu_percent")]
     pub merge_cpu_percent: f64,
+    /// Shortest run of equal pages that it merges, 1 to 512. Each run takes a mapping of the VMM's.
+    #[serde(deserialize_with = "merge_min_pages")]
+    pub merge_min_pages: u32,
     /// Whether it merges blocks of 2 MiB as a whole, or not at all.
     pub merge_blocks: bool,
 }
@@ -322,6 +325,7 @@ impl Default for Vm {
             merge: true,
             merge_seconds: 60,
             merge_cpu_percent: 50.0,
+            merge_min_pages: 4,
             merge_blocks: false,
         }
     }
@@ -333,6 +337,10 @@ fn merge_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::E
 
 fn merge_cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     in_range("vm.merge_cpu_percent", 0.1..=10_000.0, deserializer)
+}
+
+fn merge_min_pages<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    in_range("vm.merge_min_pages", 1..=512, deserializer)
 }
 
 fn recycle_seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {

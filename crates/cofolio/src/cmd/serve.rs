@@ -153,6 +153,7 @@ fn settings(args: &Args, config: &Config) -> Settings {
         }),
         merge: vm.merge.then(|| MergePolicy {
             period: Duration::from_secs(vm.merge_seconds.into()),
+            run_min: vm.merge_min_pages as usize,
             share: vm.merge_cpu_percent / 100.0,
             blocks: vm.merge_blocks,
             ..MergePolicy::default()

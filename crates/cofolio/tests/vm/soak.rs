@@ -159,7 +159,8 @@ impl<'h> Daemon<'h> {
         let (config, socket) = (host.text("config.toml"), host.text("daemon.sock"));
         let text = format!(
             "[daemon]\nsocket = '{socket}'\n[vm]\nrecycle_seconds = 1\nreserve = '0 B'\n\
-             recycle_cpu_percent = 100.0\nmerge_seconds = 1\n"
+             recycle_cpu_percent = 100.0\nmerge_seconds = 1\nmerge_cpu_percent = 1000.0\n\
+             merge_min_pages = 1\n"
         );
         fs::write(&config, text).unwrap();
         let child = Self::spawn(host, &config);
@@ -364,8 +365,10 @@ fn no_byte_changes_in_recycled_and_merged_guests() {
     said.lines().for_each(|line| *lines.entry(line).or_default() += 1);
     println!("the daemons said: {lines:#?}");
     assert!(!said.contains("panicked"), "{said}");
-    // Otherwise nothing was shown.
-    assert!(record.pool_pages > 10_000 && record.zero_pages > 1000, "{record:?}");
-    assert!(record.pulses > 0 && record.bytes_returned > 8 << 20, "{record:?}");
-    assert!(record.kills_in_pulse > 0, "{record:?}");
+    // Otherwise nothing was shown. More is asked of a longer run.
+    let many = |each_minute: u64| each_minute * seconds.max(60) / 60;
+    assert!(record.pool_pages > many(10_000) && record.zero_pages > many(1000), "{record:?}");
+    assert!(record.changed_pages > many(10) && record.busy_pages > 0, "{record:?}");
+    assert!(record.pulses >= many(2) && record.bytes_returned > many(8 << 20), "{record:?}");
+    assert!(record.kills >= many(4) && record.kills_in_pulse > 0, "{record:?}");
 }

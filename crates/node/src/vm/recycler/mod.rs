@@ -8,8 +8,8 @@
 //! host's counters ────┴▶ controller ─▶ pulse: inflate ─▶ as far as it goes ─▶ deflate
 //! ```
 //!
-//! Reporting is on in every machine that Cofolio starts. It takes half a minute; the pulse returns
-//! the rest within seconds. A pulse leaves each guest a reserve of free memory, ends as soon as the
+//! Reporting is on in every machine that Cofolio starts. It takes seconds to half a minute; the
+//! pulse returns the rest within seconds. A pulse leaves each guest a reserve of free memory, ends as soon as the
 //! guest needs more, and comes the less often the sooner a guest takes its memory back. A balloon
 //! that is found inflated is let go first: whoever inflated it was killed.
 //!
@@ -41,7 +41,7 @@ use self::guest::{Guest, STEP};
 use self::host::{Vmm, pressure};
 use self::share::Share;
 use super::{VmRecord, VmStatus};
-use crate::address_space::own_time;
+use crate::address_space::{access_time, own_time};
 use crate::run_dir::RunDir;
 
 /// How often the host's pressure is read anew, and the list of guests.
@@ -302,6 +302,11 @@ impl Recycler {
     }
 }
 
+/// Processor time of this thread, with that of its accesses to VMMs on another thread.
+fn spent() -> Duration {
+    own_time() + access_time()
+}
+
 impl Shared {
     /// Recycles the guest with this directory until its VMM fails, or the other end of `end` is
     /// dropped.
@@ -313,12 +318,12 @@ impl Shared {
         done: &Mutex<Option<Done>>,
         end: &Receiver<Infallible>,
     ) -> io::Result<()> {
-        let before = own_time();
+        let before = spent();
         let host = Box::new(Vmm::new(&self.proc, pid, record.memory_bytes)?);
         let (memory, now) = (record.usable_bytes(), self.began.elapsed());
         let balloon = balloon::open(record, dir)?;
         let mut guest = Guest::new(memory, balloon, host, self.policy, now)?;
-        self.share.charge(self.began.elapsed(), own_time().saturating_sub(before));
+        self.share.charge(self.began.elapsed(), spent().saturating_sub(before));
         loop {
             let now = self.began.elapsed();
             let wait = guest.due().saturating_sub(now).max(self.share.wait(now));
@@ -332,7 +337,7 @@ impl Shared {
             if !self.share.wait(now).is_zero() {
                 continue;
             }
-            let before = own_time();
+            let before = spent();
             let pressure = *lock(&self.pressure);
             let stepped = guest.step(now, pressure);
             stepped?;
@@ -340,7 +345,7 @@ impl Shared {
                 recycling: guest.recycling().clone(),
                 latencies: guest.latencies().clone(),
             });
-            self.share.charge(self.began.elapsed(), own_time().saturating_sub(before));
+            self.share.charge(self.began.elapsed(), spent().saturating_sub(before));
         }
     }
 }
