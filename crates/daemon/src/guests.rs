@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_node::run_dir::RunDir;
 use cofolio_node::vm;
-use cofolio_node::vm::account::{Accounts, Besides, VmReport};
+use cofolio_node::vm::account::{Accounts, Reports, VmReport};
 use cofolio_node::vm::merger::{MergeReport, Merger, targets};
 use cofolio_node::vm::recycler::{Recycler, RecyclerReport};
 use cofolio_store::task::Cancel;
@@ -101,11 +101,11 @@ impl Guests {
             let mut unreadable = Vec::new();
             if let Ok(list) = vm::list(run, &mut unreadable) {
                 let (recycler, merger) = (lock(&self.recycler).clone(), lock(&self.merger).clone());
-                let besides = |name: &str| Besides {
+                let reports = |name: &str| Reports {
                     recycling: recycler.guests.get(name).cloned(),
                     merging: merger.guests.get(name).cloned().unwrap_or_default(),
                 };
-                let taken = accounts.take(&list, besides);
+                let taken = accounts.take(&list, reports);
                 published.set_machines(VmReport {
                     time: cofolio_store::now(),
                     machines: taken.machines,

@@ -144,7 +144,7 @@ struct Known {
 }
 
 /// The account of a machine without its shared memory.
-struct Taken {
+struct Counted {
     account: VmAccount,
     image: Vec<Part>,
     pools: Vec<Part>,
@@ -154,7 +154,7 @@ struct Taken {
 
 /// Accounts of all machines at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Taking {
+pub struct Totals {
     /// In the order in which they were asked for.
     pub machines: Vec<VmAccount>,
     /// Pages of images that machines have touched, each counted once.
@@ -163,9 +163,9 @@ pub struct Taking {
     pub pool_bytes: u64,
 }
 
-/// What is known of a machine besides.
+/// Reports of the recycler and the merger on a machine.
 #[derive(Debug, Clone, Default)]
-pub struct Besides {
+pub struct Reports {
     /// What the recycler does with it.
     pub recycling: Option<Recycling>,
     /// What the merger has done with it.
@@ -180,28 +180,28 @@ impl Default for Accounts {
 
 impl Accounts {
     /// Accounts of machines that run. One that ends meanwhile has none.
-    pub fn take(&mut self, list: &[VmStatus], besides: impl Fn(&str) -> Besides) -> Taking {
+    pub fn take(&mut self, list: &[VmStatus], reports: impl Fn(&str) -> Reports) -> Totals {
         let living: HashSet<u32> = list.iter().filter_map(|status| status.pid).collect();
         self.known.retain(|pid, _| living.contains(pid));
-        let mut taken = Vec::new();
+        let mut counted = Vec::new();
         for status in list {
-            let besides = besides(&status.record.name);
-            taken.extend(status.pid.and_then(|pid| self.account(pid, status, besides).ok()));
+            let reports = reports(&status.record.name);
+            counted.extend(status.pid.and_then(|pid| self.account(pid, status, reports).ok()));
         }
-        let of = |parts: fn(&Taken) -> &[Part]| divide(taken.iter().map(parts));
+        let of = |parts: fn(&Counted) -> &[Part]| divide(counted.iter().map(parts));
         let ((image_bytes, images), (_, pools)) = (of(|it| &it.image), of(|it| &it.pools));
         let mut files = HashSet::new();
-        let pool_files = taken.iter().flat_map(|it| &it.pool_files);
+        let pool_files = counted.iter().flat_map(|it| &it.pool_files);
         let pool_bytes = pool_files.filter(|(file, _)| files.insert(*file)).map(|it| it.1).sum();
         let shares = images.into_iter().zip(pools);
-        let machines = taken.into_iter().zip(shares).map(|(taken, (image, pools))| VmAccount {
-            proportional_bytes: taken.account.private_bytes() + whole(image + pools),
-            ..taken.account
+        let machines = counted.into_iter().zip(shares).map(|(counted, (image, pools))| VmAccount {
+            proportional_bytes: counted.account.private_bytes() + whole(image + pools),
+            ..counted.account
         });
-        Taking { machines: machines.collect(), image_bytes, pool_bytes }
+        Totals { machines: machines.collect(), image_bytes, pool_bytes }
     }
 
-    fn account(&mut self, pid: u32, status: &VmStatus, besides: Besides) -> io::Result<Taken> {
+    fn account(&mut self, pid: u32, status: &VmStatus, reports: Reports) -> io::Result<Counted> {
         let record = &status.record;
         let known = match self.known.entry(pid) {
             Entry::Occupied(known) => known.into_mut(),
@@ -213,8 +213,8 @@ impl Accounts {
         let (merged_bytes, shared) = (content.merged_bytes(), content.shared_bytes());
         let Content { resident, pool_pieces, pools, images, .. } = content;
         let private = resident.private();
-        let free = besides.recycling.as_ref().map(|it| it.free_bytes);
-        let caches = besides.recycling.as_ref().map_or(0, |it| it.cache_bytes);
+        let free = reports.recycling.as_ref().map(|it| it.free_bytes);
+        let caches = reports.recycling.as_ref().map_or(0, |it| it.cache_bytes);
         // What the guest does not have free, it uses; of that it may never have touched some.
         let needed = free.map_or(u64::MAX, |free| record.usable_bytes().saturating_sub(free));
         let unreturned = (private + shared).saturating_sub(needed).min(private);
@@ -234,12 +234,12 @@ impl Accounts {
             image_bytes,
             emulator_bytes: known.ram.emulator(private)?,
             proportional_bytes: 0,
-            recycling: besides.recycling.unwrap_or_default(),
-            merging: besides.merging,
+            recycling: reports.recycling.unwrap_or_default(),
+            merging: reports.merging,
         };
         image.extend(images);
         let pool_files = known.pool_files(&pool_pieces)?;
-        Ok(Taken { account, image, pools, pool_files })
+        Ok(Counted { account, image, pools, pool_files })
     }
 }
 
