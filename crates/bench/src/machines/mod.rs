@@ -229,3 +229,11 @@ pub(crate) fn executed_by(accel: Accel) -> &'static str {
         }
     }
 }
+
+/// What follows the name of a figure that emulation distorts.
+pub(crate) fn mark(accel: Accel) -> &'static str {
+    match accel {
+        Accel::Kvm => "",
+        Accel::Tcg => " (emulated)",
+    }
+}
