@@ -37,16 +37,17 @@ fn set(name: &str, value: u64) -> Result<()> {
 pub(crate) struct Ksm(Vec<(&'static str, u64)>);
 
 impl Ksm {
-    /// Starts it, zeros included; as fast as it can if `fast`, else as the kernel has it.
+    /// Starts it: as fast as it can, and zeros become the kernel's page of zeros; or, unless `fast`,
+    /// with the kernel's defaults. Fails if somebody else has started it meanwhile.
     pub(crate) fn start(fast: bool) -> Result<Self> {
+        ensure_unused()?;
         let names = ["pages_to_scan", "sleep_millisecs", "use_zero_pages"];
         let before = names.iter().map(|name| Ok((*name, figure(name)?)));
         let ksm = Self(before.collect::<Result<_>>()?);
-        if fast {
-            set("pages_to_scan", 1_000_000)?;
-            set("sleep_millisecs", 0)?;
-        }
-        set("use_zero_pages", 1)?;
+        let [pages, sleep, zeros] = if fast { [1_000_000, 0, 1] } else { [100, 20, 0] };
+        set("pages_to_scan", pages)?;
+        set("sleep_millisecs", sleep)?;
+        set("use_zero_pages", zeros)?;
         set("run", 1)?;
         Ok(ksm)
     }

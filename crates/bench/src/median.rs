@@ -7,6 +7,12 @@ pub(crate) fn median(figures: impl Iterator<Item = f64>) -> f64 {
     at(figures.len() / 2).midpoint(at(figures.len().saturating_sub(1) / 2))
 }
 
+/// The highest. Not a number if one is not, or if there is none: then nothing is known of the worst.
+pub(crate) fn highest(figures: impl IntoIterator<Item = f64>) -> f64 {
+    let higher = |a: f64, b: f64| if a.is_nan() || a > b { a } else { b };
+    figures.into_iter().reduce(higher).unwrap_or(f64::NAN)
+}
+
 fn sorted(figures: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut figures: Vec<f64> = figures.collect();
     figures.sort_by(f64::total_cmp);
@@ -43,6 +49,16 @@ mod tests {
         assert_eq!(median([4.0, 1.0, 3.0, 2.0].into_iter()), 2.5);
         assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
         assert!(median(std::iter::empty()).is_nan());
+    }
+
+    /// `f64::max` ignores what is not a number, so a round without a figure met every goal.
+    #[test]
+    fn the_highest_of_something_unknown_is_unknown() {
+        assert_eq!(highest([1.0, 3.0, 2.0]), 3.0);
+        assert!(highest([]).is_nan());
+        for figures in [[f64::NAN, 1.0, 2.0], [1.0, f64::NAN, 2.0], [1.0, 2.0, f64::NAN]] {
+            assert!(highest(figures).is_nan(), "{figures:?}");
+        }
     }
 
     #[test]

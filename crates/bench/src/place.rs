@@ -77,7 +77,7 @@ impl Place {
 }
 
 /// Two measurements at once would measure each other: the second waits. Unlocked when dropped.
-fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
+pub(super) fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
     const PATH: &str = "/run/cofolio-bench.lock";
     let open = || -> io::Result<fs::File> {
         let file = fs::File::create(PATH)?;

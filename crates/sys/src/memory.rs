@@ -82,25 +82,30 @@ impl GuestMemory {
         let start = std::ptr::NonNull::new(at.cast()).filter(|_| at != libc::MAP_FAILED);
         let start = start.ok_or_else(std::io::Error::last_os_error)?;
         let memory = Self { start, bytes };
-        memory.advise(libc::MADV_DONTFORK)?;
+        memory.advise(0..bytes, libc::MADV_DONTFORK)?;
         Ok(memory)
     }
 
-    /// Lets the kernel merge its pages (KSM).
-    /// Errors: those of madvise(2).
-    pub fn let_merge(&self) -> std::io::Result<()> {
-        self.advise(libc::MADV_MERGEABLE)
+    /// Lets the kernel merge the pages (KSM) of a range of its bytes, a multiple of the page size.
+    /// Errors: those of madvise(2), among them `ENOMEM` if the process has too many mappings;
+    /// `InvalidInput` for a range that is not in it.
+    pub fn let_merge(&self, range: std::ops::Range<usize>) -> std::io::Result<()> {
+        if range.start > range.end || range.end > self.bytes {
+            return Err(std::io::ErrorKind::InvalidInput.into());
+        }
+        self.advise(range, libc::MADV_MERGEABLE)
     }
 
     /// Keeps huge pages out of it.
     /// Errors: those of madvise(2).
     pub fn without_huge_pages(&self) -> std::io::Result<()> {
-        self.advise(libc::MADV_NOHUGEPAGE)
+        self.advise(0..self.bytes, libc::MADV_NOHUGEPAGE)
     }
 
-    fn advise(&self, advice: libc::c_int) -> std::io::Result<()> {
-        // SAFETY: none of the advice above changes content.
-        let done = unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) };
+    fn advise(&self, range: std::ops::Range<usize>, advice: libc::c_int) -> std::io::Result<()> {
+        let start = self.start.as_ptr().cast::<u8>().wrapping_add(range.start);
+        // SAFETY: the callers' ranges are in it, and none of the advice above changes content.
+        let done = unsafe { libc::madvise(start.cast(), range.len(), advice) };
         if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
     }
 

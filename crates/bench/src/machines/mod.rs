@@ -17,6 +17,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cofolio_cli::exit::{Exit, Fail};
 use cofolio_guest::Message;
 use cofolio_node::run_dir::RunDir;
+use cofolio_node::vm::Accel;
 use cofolio_node::vm::merger::{Target, targets};
 use cofolio_store::{Domain, task::Cancel};
 use serde_json::Value;
@@ -207,9 +208,32 @@ fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
+/// Who executes the guests' instructions, as `cofolio vm run` decides it.
+pub(crate) fn accelerator() -> Accel {
+    Accel::of_this_machine(Path::new("/"))
+}
+
 /// A number of `/proc/cpuinfo`: how many cycles a processor has in a second now.
 pub(crate) fn cycles_per_second() -> Option<f64> {
     let text = fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("cpu MHz"))?;
     Some(line.trim_start_matches([' ', '\t', ':']).parse::<f64>().ok()? * 1e6)
+}
+
+/// Who executes the guests' instructions, in words for the head of a table.
+pub(crate) fn executed_by(accel: Accel) -> &'static str {
+    match accel {
+        Accel::Kvm => "guests run on the processor (KVM)",
+        Accel::Tcg => {
+            "guests are emulated (TCG), which distorts figures of time and of processor time"
+        }
+    }
+}
+
+/// What follows the name of a figure that emulation distorts.
+pub(crate) fn mark(accel: Accel) -> &'static str {
+    match accel {
+        Accel::Kvm => "",
+        Accel::Tcg => " (emulated)",
+    }
 }

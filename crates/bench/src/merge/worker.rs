@@ -1,11 +1,13 @@
 //! The process of a guest of `merge`: memory with a known content, and a thread that writes to it.
 
-use std::io::{BufRead as _, Write as _};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::cmp::Reverse;
+use std::io::{self, BufRead as _, Write as _};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use cofolio_sys::memory::GuestMemory;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +21,12 @@ const ZERO_RUN: usize = 8;
 pub(super) const FRESH_RUNS: usize = 8;
 pub(super) const FRESH_RUN: usize = 64;
 pub(super) const FILL: &str = "fill";
+/// Commands that begin a phase. A guest repeats the command when it has. Writes count for the phase
+/// in which they begin; those before the first phase and in `PAUSE` do not count.
+pub(super) const MERGING: &str = "merging";
+pub(super) const AFTERWARDS: &str = "afterwards";
+pub(super) const PAUSE: &str = "pause";
+const PHASES: [&str; 3] = [MERGING, AFTERWARDS, PAUSE];
 const FRESH: u64 = 1 << 50;
 /// Of a page the word that is written to.
 const WRITTEN: usize = 77;
@@ -37,6 +45,9 @@ pub(crate) struct Args {
     /// Let the kernel merge it
     #[arg(long)]
     ksm: bool,
+    /// Let the kernel merge only pages that other guests have, too, and zeros
+    #[arg(long)]
+    guided: bool,
     /// Without huge pages
     #[arg(long)]
     small: bool,
@@ -45,13 +56,43 @@ pub(crate) struct Args {
 /// What a guest says at its end.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Said {
-    pub(super) writes: u64,
     /// Words that were not what they should be, while it ran and at the end.
     pub(super) wrong: u64,
-    /// Microseconds that writes took.
+    /// Writes while pages were merged, and afterwards; none if there were none.
+    pub(super) merging: Option<Writes>,
+    pub(super) afterwards: Option<Writes>,
+}
+
+/// Writes of a phase, and the microseconds that they took.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(super) struct Writes {
+    pub(super) count: u64,
     pub(super) p50_us: f64,
     pub(super) p99_us: f64,
     pub(super) slowest_us: f64,
+}
+
+impl Writes {
+    fn of(mut took: Vec<Duration>) -> Option<Self> {
+        took.sort_unstable();
+        // The smallest time that so many per cent of all are not above.
+        let at = |percent: usize| -> Option<f64> {
+            let number = (took.len() * percent).div_ceil(100);
+            Some(took.get(number.checked_sub(1)?)?.as_secs_f64() * 1e6)
+        };
+        let count = took.len() as u64;
+        Some(Self { count, p50_us: at(50)?, p99_us: at(99)?, slowest_us: at(100)? })
+    }
+
+    /// The higher figures of both, and all writes.
+    pub(super) fn worse(self, other: Self) -> Self {
+        Self {
+            count: self.count + other.count,
+            p50_us: self.p50_us.max(other.p50_us),
+            p99_us: self.p99_us.max(other.p99_us),
+            slowest_us: self.slowest_us.max(other.slowest_us),
+        }
+    }
 }
 
 /// What a page holds.
@@ -128,22 +169,31 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     fill(laid_out, &|page| kinds[page]);
     fill(fresh, &|page| Kind::Own((kinds.len() + page) as u64));
     if args.ksm {
-        memory.let_merge().context("asking for KSM")?;
+        memory.let_merge(0..words.len() * 8).context("asking for KSM")?;
+    }
+    if args.guided {
+        guide(&memory, &kinds).context("asking for KSM")?;
     }
     let mut written = vec![None; args.pages];
     let (stop, said) = (AtomicBool::new(false), std::sync::Mutex::new(Said::default()));
+    let phase = AtomicUsize::new(PHASES.len());
     thread::scope(|scope| {
-        let (stop, said, kinds) = (&stop, &said, &kinds);
+        let (stop, said, kinds, phase) = (&stop, &said, &kinds, &phase);
         let written = &mut written;
-        scope.spawn(move || write(args, words, kinds, written, stop, said));
-        let _ = writeln!(std::io::stdout(), "ready");
+        scope.spawn(move || write(args, words, kinds, written, phase, stop, said));
+        let _ = writeln!(io::stdout(), "ready");
+        let mut runs = (0..).zip(fresh.chunks(FRESH_RUN * WORDS));
         // Until the benchmark is done with it, or has gone.
-        let lines = std::io::stdin().lock().lines();
-        let runs = fresh.chunks(FRESH_RUN * WORDS);
-        let asked = lines.map_while(Result::ok).take_while(|line| line == FILL);
-        for (_, (number, run)) in asked.zip((0..).zip(runs)) {
+        for line in io::stdin().lock().lines().map_while(Result::ok) {
+            let begun = PHASES.iter().position(|it| *it == line);
+            if let Some(number) = begun {
+                phase.store(number, SeqCst);
+                let _ = writeln!(io::stdout(), "{line}");
+                continue;
+            }
+            let Some((number, run)) = runs.next().filter(|_| line == FILL) else { break };
             fill(run, &|page| Kind::Common(FRESH + (number * FRESH_RUN + page) as u64));
-            let _ = writeln!(std::io::stdout(), "{}", run.as_ptr() as usize);
+            let _ = writeln!(io::stdout(), "{}", run.as_ptr() as usize);
         }
         stop.store(true, SeqCst);
     });
@@ -157,8 +207,39 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             said.wrong += u64::from(words[page * WORDS + number].load(Relaxed) != expected);
         }
     }
-    writeln!(std::io::stdout(), "{}", serde_json::to_string(&said)?)?;
+    writeln!(io::stdout(), "{}", serde_json::to_string(&said)?)?;
     Ok(())
+}
+
+/// Lets the kernel merge pages that others have, too, and zeros, and no others. Each run takes two
+/// mappings: the longest ones first, as many as a process may have.
+fn guide(memory: &GuestMemory, kinds: &[Kind]) -> Result<()> {
+    let mut runs = candidates(kinds);
+    runs.sort_by_key(|run| Reverse(run.len()));
+    ensure!(!runs.is_empty(), "it has no such pages");
+    for Range { start, end } in runs {
+        let bytes = start * WORDS * 8..end * WORDS * 8;
+        match memory.let_merge(bytes).map_err(|error| (error.raw_os_error(), error)) {
+            Ok(()) => {}
+            Err((Some(code), _)) if code == rustix::io::Errno::NOMEM.raw_os_error() => break,
+            Err((_, error)) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Runs of pages that can be merged.
+fn candidates(kinds: &[Kind]) -> Vec<Range<usize>> {
+    let is_own = |kind: &Kind| matches!(kind, Kind::Own(_));
+    let mut at = 0;
+    let mut runs = Vec::new();
+    for run in kinds.chunk_by(|a, b| is_own(a) == is_own(b)) {
+        if !is_own(&run[0]) {
+            runs.push(at..at + run.len());
+        }
+        at += run.len();
+    }
+    runs
 }
 
 /// Writes to random pages until it is stopped, and notes how long each write takes.
@@ -167,11 +248,13 @@ fn write(
     words: &[AtomicU64],
     kinds: &[Kind],
     written: &mut [Option<u64>],
+    phase: &AtomicUsize,
     stop: &AtomicBool,
     said: &std::sync::Mutex<Said>,
 ) {
     let per_second = args.pages as f64 * args.writes as f64 / 1000.0;
-    let (mut state, mut took, mut wrong) = (mix(args.guest + 99), Vec::new(), 0);
+    let (mut state, mut wrong) = (mix(args.guest + 99), 0);
+    let mut took = [Vec::new(), Vec::new()];
     let began = Instant::now();
     let mut done = 0.0;
     while !stop.load(Relaxed) {
@@ -182,28 +265,21 @@ fn write(
             let expected = written[page].unwrap_or_else(|| word(args.guest, kinds[page], WRITTEN));
             let place = &words[page * WORDS + WRITTEN];
             let value = state | 1;
+            let counts_for = took.get_mut(phase.load(SeqCst));
             let start = Instant::now();
             let found = place.swap(value, SeqCst);
-            took.push(start.elapsed());
+            let elapsed = start.elapsed();
+            if let Some(took) = counts_for {
+                took.push(elapsed);
+            }
             wrong += u64::from(found != expected || place.load(SeqCst) != value);
             written[page] = Some(value);
         }
         thread::sleep(TICK);
     }
-    took.sort_unstable();
-    let at = |share: f64| {
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
-        let index = (took.len() as f64 * share) as usize;
-        took.get(index).or(took.last()).map_or(0.0, |took| took.as_secs_f64() * 1e6)
-    };
+    let [merging, afterwards] = took.map(Writes::of);
     let mut said = said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    *said = Said {
-        writes: took.len() as u64,
-        wrong,
-        p50_us: at(0.5),
-        p99_us: at(0.99),
-        slowest_us: at(1.0),
-    };
+    *said = Said { wrong, merging, afterwards };
 }
 
 /// Pages that merging can save in `guests` of so many pages, if nobody writes to them.
@@ -216,6 +292,8 @@ pub(super) fn mergeable(guests: u64, pages: usize) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests may panic")]
+
     use super::*;
 
     #[test]
@@ -232,5 +310,29 @@ mod tests {
         assert_eq!(mergeable(4, 10_512), 4000 + 3 * (62 * 64 + 500));
         assert_eq!(word(0, Kind::Common(5), 3), word(1, Kind::Common(5), 3));
         assert_ne!(word(0, Kind::Own(5), 3), word(1, Kind::Own(5), 3));
+    }
+
+    /// The 99th percentile of few writes was the second slowest, and that of none was 0.
+    #[test]
+    fn percentiles_of_writes() {
+        let of = |count: u64| Writes::of((1..=count).rev().map(Duration::from_micros).collect());
+        assert_eq!(of(0), None);
+        let figures = |count| of(count).map(|it| (it.p50_us, it.p99_us, it.slowest_us));
+        assert_eq!(figures(1), Some((1.0, 1.0, 1.0)));
+        assert_eq!(figures(50), Some((25.0, 50.0, 50.0)));
+        assert_eq!(figures(1000), Some((500.0, 990.0, 1000.0)));
+        let (a, b) = (of(10).unwrap(), of(20).unwrap());
+        let worse = Writes { count: 30, ..b };
+        assert_eq!((a.worse(b), b.worse(a)), (worse, worse));
+    }
+
+    #[test]
+    fn candidates_are_all_pages_that_can_be_merged() {
+        let own = Kind::Own;
+        let kinds = [Kind::Zeros, own(0), Kind::Common(1), Kind::Zeros, own(1), own(2)];
+        assert_eq!(candidates(&kinds), [0..1, 2..4]);
+        assert_eq!(candidates(&[]), []);
+        let all: usize = candidates(&layout(0, 10_000)).iter().map(Range::len).sum();
+        assert_eq!(all, 1000 + 62 * 64 + 500);
     }
 }
