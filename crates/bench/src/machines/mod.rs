@@ -17,6 +17,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cofolio_cli::exit::{Exit, Fail};
 use cofolio_guest::Message;
 use cofolio_node::run_dir::RunDir;
+use cofolio_node::vm::Accel;
 use cofolio_node::vm::merger::{Target, targets};
 use cofolio_store::{Domain, task::Cancel};
 use serde_json::Value;
@@ -205,6 +206,11 @@ fn output(command: &mut Command) -> Result<String> {
         return Err(Fail::new(Exit::Failure, format!("{command:?}: {}", said.trim())).into());
     }
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
+}
+
+/// Who executes the guests' instructions, as `cofolio vm run` decides it.
+pub(crate) fn accelerator() -> Accel {
+    Accel::of_this_machine(Path::new("/"))
 }
 
 /// A number of `/proc/cpuinfo`: how many cycles a processor has in a second now.
