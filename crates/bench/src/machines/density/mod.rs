@@ -45,7 +45,7 @@ const MERGE_SECONDS: [u32; 2] = [200, 600];
 /// and what the periods of 2017 are divided by.
 const CYCLE: u64 = 140;
 const CYCLES: u64 = 3;
-const HOLD: u64 = 2;
+const HOLD: u64 = 4;
 const SCALE: u32 = 5;
 /// Before the cycles, and between these and the idle time.
 const SETTLE: Duration = Duration::from_secs(10);

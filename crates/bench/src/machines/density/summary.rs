@@ -244,9 +244,16 @@ pub(super) fn goals(args: &Args, figures: &Figures) -> Goals {
     for (what, name) in [("files", "files"), ("pages", "every second page")] {
         goals = goals
             .at_most(
-                timed(&format!("{name} freed: 99 % of what came back was back within, at worst")),
+                timed(&format!("{name} freed: 99 % beyond the reserve were back within, at worst")),
                 most(&|it| it.worst(what, |removal| removal.p99)),
                 5.0,
+                " s",
+            )
+            .figure(
+                timed(&format!(
+                    "{name} freed: 99 % of all that came back within a minute, at worst"
+                )),
+                most(&|it| it.worst(what, |removal| removal.p99_of_all)),
                 " s",
             )
             .at_most(
@@ -434,7 +441,7 @@ fn freed(figures: &Figures) -> String {
                 |figure: fn(&Removal) -> u64| ran.of(what, |it| figure(it) as f64).sum::<f64>();
             let bytes = sum(|it| it.bytes);
             format!(
-                "{}, {} | {} | {} | {} | {} | {:.1} s | {:.1} s, {:.1} s | {:.2}",
+                "{}, {} | {} | {} | {} | {} | {:.1} s | {:.1} s, {:.1} s | {:.1} s | {:.2}",
                 ran.engine.title(),
                 if what == "files" { "files" } else { "every second page" },
                 ran.of(what, |it| it.p99).count(),
@@ -444,6 +451,7 @@ fn freed(figures: &Figures) -> String {
                 median(ran.of(what, |it| it.p50)),
                 median(ran.of(what, |it| it.p99)),
                 ran.worst(what, |it| it.p99),
+                ran.worst(what, |it| it.p99_of_all),
                 ran.worst(what, |it| it.held_of_used),
             )
         })
@@ -456,10 +464,13 @@ fn freed(figures: &Figures) -> String {
         "came back",
         "p50*",
         "p99, median and worst*",
+        "p99 of all that came back, worst*",
         "held of used and reserve, worst",
     ];
     columns(figures, &names, rows)
-        + "\nFrom before the guest freed the first page to when the host had them back.\n"
+        + "\nFrom before the guest freed the first page to when the host had back half and 99 % of what \
+        is more than the reserve, which may stay with the guest; and 99 % of all that came back within \
+        a minute.\n"
 }
 
 #[cfg(test)]

@@ -70,12 +70,16 @@ pub(super) struct Removal {
     pub(super) bytes: u64,
     /// By how much the guest's free memory without free neighbours grew.
     pub(super) single: u64,
-    /// Bytes that came back to the host.
+    /// Bytes that came back to the host within a minute.
     pub(super) returned: u64,
-    /// Seconds until half and 99 % of them had, from before the guest freed the first one. Not a
-    /// number if the guest filled its memory again before this could be seen.
+    /// Seconds until half and 99 % of what is more than the reserve had, from before the guest freed
+    /// the first page. Not a number if they did not, or if the guest filled its memory again before
+    /// this could be seen.
     pub(super) p50: f64,
     pub(super) p99: f64,
+    /// Seconds until 99 % of all that came back had. The reserve may stay with the guest, but free
+    /// page reporting returns it by and by.
+    pub(super) p99_of_all: f64,
     /// Host memory 10 s later, divided by the guest's used memory and the reserve.
     pub(super) held_of_used: f64,
 }
@@ -231,6 +235,7 @@ impl Watched {
             returned: 0,
             p50: f64::NAN,
             p99: f64::NAN,
+            p99_of_all: f64::NAN,
             held_of_used: f64::NAN,
         };
         let of_guest = || self.said.iter().filter(|it| it.number == removed.number);
@@ -253,15 +258,21 @@ impl Watched {
         let least = series.clone().map(|(_, bytes)| bytes).min().unwrap_or(before);
         // Later merges free pages that were not freed by the guest.
         removal.returned = before.saturating_sub(least).min(removed.bytes);
-        let when = |share: f64| {
-            let bound = before as f64 - removal.returned as f64 * share;
-            let mut reached = series.clone().filter(|(_, bytes)| *bytes as f64 <= bound);
+        let when = |bytes: f64| {
+            let mut reached = series.clone().filter(|it| it.1 as f64 <= before as f64 - bytes);
             reached.next().map_or(f64::NAN, |(seconds, _)| seconds - filled.seconds)
         };
-        (removal.p50, removal.p99) = (when(0.5), when(0.99));
+        let reserve = Policy::default().reserve;
+        // What fits into the reserve proves nothing.
+        let more = match removed.bytes.saturating_sub(reserve) {
+            0 => f64::NAN,
+            more => more as f64,
+        };
+        (removal.p50, removal.p99) = (when(more * 0.5), when(more * 0.99));
+        removal.p99_of_all = when(removal.returned as f64 * 0.99);
         let single = of_guest().rfind(|it| it.event == "removing" && it.seconds <= removed.seconds);
         removal.single = single.map_or(0, |it| removed.single.saturating_sub(it.single));
-        let used = memory.saturating_sub(after.free) + Policy::default().reserve;
+        let used = memory.saturating_sub(after.free) + reserve;
         removal.held_of_used = after.all as f64 / used as f64;
         removal
     }
@@ -323,22 +334,30 @@ mod tests {
     /// count.
     #[test]
     fn freed_memory_waits_from_before_the_first_file_is_removed() {
-        let series = [(1.0, 1000), (1.5, 1000), (2.0, 800), (2.5, 500), (3.0, 100), (20.0, 100)];
+        const MIB: u64 = 1 << 20;
+        let series =
+            [(1.0, 500), (1.5, 500), (2.0, 400), (2.5, 200), (3.0, 150), (9.0, 132), (20.0, 100)];
         let mut watched = Watched {
-            held: series.map(|(seconds, bytes)| held(seconds, bytes)).to_vec(),
+            held: series.map(|(seconds, mib)| held(seconds, mib * MIB)).to_vec(),
             said: vec![
-                event(1.5, "removing", 900),
-                event(2.5, "removed", 900),
+                event(1.5, "removing", 400 * MIB),
+                event(2.5, "removed", 400 * MIB),
                 event(12.5, "after", 0),
             ],
             beside: Vec::new(),
         };
-        let found = watched.removals(1 << 30);
-        assert_eq!((found[0].returned, found[0].p50, found[0].p99), (900, 1.5, 2.0));
-        // Filled again before anything could be seen: no goal is met then.
+        // 368 MiB are more than the reserve.
+        let found = &watched.removals(1 << 30)[0];
+        assert_eq!((found.p50, found.p99, found.p99_of_all), (1.5, 8.0, 19.0));
+        assert_eq!(found.returned, 400 * MIB);
+        // Less comes back: no goal is met then.
+        watched.held.retain(|it| it.seconds < 9.0);
+        watched.held.push(held(20.0, 150 * MIB));
+        assert!(watched.removals(1 << 30)[0].p99.is_nan());
+        // Neither if the guest filled its memory again before anything could be seen.
         watched.said.push(event(5.0, "begun", 0));
-        let found = watched.removals(1 << 30);
-        assert!(found[0].p99.is_nan() && found[0].held_of_used.is_nan(), "{found:?}");
+        let found = &watched.removals(1 << 30)[0];
+        assert!(found.p99_of_all.is_nan() && found.held_of_used.is_nan(), "{found:?}");
     }
 
     #[test]
