@@ -43,7 +43,7 @@ const RECYCLE_SECONDS: [u32; 2] = [5, 10];
 const MERGE_SECONDS: [u32; 2] = [200, 600];
 /// The load of the goals, and its default: seconds of a cycle, cycles, seconds that files are kept,
 /// and what the periods of 2017 are divided by.
-const CYCLE: u64 = 140;
+const CYCLE: u64 = 130;
 const CYCLES: u64 = 3;
 const HOLD: u64 = 4;
 const SCALE: u32 = 5;

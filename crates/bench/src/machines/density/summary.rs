@@ -303,6 +303,10 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
 }
 
+fn seconds(figure: f64) -> String {
+    if figure.is_nan() { "later".to_owned() } else { format!("{figure:.1} s") }
+}
+
 fn memory(figures: &Figures) -> String {
     let raw = figures.of(Engine::Raw, |it| it.fit);
     let guests = f64::from(figures.guests);
@@ -441,17 +445,17 @@ fn freed(figures: &Figures) -> String {
                 |figure: fn(&Removal) -> u64| ran.of(what, |it| figure(it) as f64).sum::<f64>();
             let bytes = sum(|it| it.bytes);
             format!(
-                "{}, {} | {} | {} | {} | {} | {:.1} s | {:.1} s, {:.1} s | {:.1} s | {:.2}",
+                "{}, {} | {} | {} | {} | {} | {} | {}, {} | {} | {:.2}",
                 ran.engine.title(),
                 if what == "files" { "files" } else { "every second page" },
                 ran.of(what, |it| it.p99).count(),
                 mb(bytes),
                 percent(sum(|it| it.single) / bytes),
                 percent(sum(|it| it.returned) / bytes),
-                median(ran.of(what, |it| it.p50)),
-                median(ran.of(what, |it| it.p99)),
-                ran.worst(what, |it| it.p99),
-                ran.worst(what, |it| it.p99_of_all),
+                seconds(median(ran.of(what, |it| it.p50))),
+                seconds(median(ran.of(what, |it| it.p99))),
+                seconds(ran.worst(what, |it| it.p99)),
+                seconds(ran.worst(what, |it| it.p99_of_all)),
                 ran.worst(what, |it| it.held_of_used),
             )
         })
