@@ -74,6 +74,10 @@ impl Daemon {
         Ok(kill_process(Pid::from_child(&self.child), Signal::HUP)?)
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Bytes of a line of `/proc/PID/status`.
     pub(crate) fn status(&self, line: &str) -> Result<u64> {
         crate::usage_lists::status_bytes(&self.child.id().to_string(), line)
