@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+
 use crate::file::is_immutable;
 use crate::protocol::{Outcome, PAGE, RUN_PAGES_MAX, Run, ZEROS};
 use crate::uffd::{MISSING, Uffd, WRITE_PROTECT};
@@ -102,12 +104,8 @@ impl Memory {
     /// comparison: it must be sealed, or immutable.
     pub(crate) fn keep_pool(&mut self, number: u32, pages: usize, file: OwnedFd) -> io::Result<()> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
-        // SAFETY: zeros are a value of this struct of integers, which the call fills.
-        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
-        let looked = unsafe { libc::fstat(file.as_raw_fd(), &raw mut stat) };
         let len = pages.checked_mul(PAGE).ok_or_else(invalid)?;
-        let is_whole = looked == 0 && stat.st_size == libc::off_t::try_from(len).unwrap_or(-1);
+        let is_whole = fstat(&file)?.st_size == i64::try_from(len).map_err(|_| invalid())?;
         if !is_whole || !never_changes(&file) {
             return Err(invalid());
         }
@@ -467,10 +465,10 @@ fn in_steps(
 
 /// Whether nobody can write to a file, or shorten it: it is sealed or immutable.
 fn never_changes(file: &OwnedFd) -> bool {
-    // SAFETY: takes a descriptor and integers.
-    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-    let needed = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
-    if seals != -1 { seals & needed == needed } else { is_immutable(file) }
+    match fcntl_get_seals(file) {
+        Ok(seals) => seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE),
+        Err(_) => is_immutable(file),
+    }
 }
 
 impl Pool {

@@ -1,9 +1,11 @@
 //! What is preloaded: finds the guest's memory, takes discards over, and serves the merger.
 
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::memory::{Memory, advise, complain};
 use crate::message::{receive, send};
@@ -104,19 +106,10 @@ fn serve() -> io::Result<()> {
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
     // The merger asks the kernel for the process that listens (SO_PEERCRED). From here on it is
     // this process, not the one that made the socket.
-    // SAFETY: takes a descriptor and an integer.
-    if unsafe { libc::listen(listener.as_raw_fd(), 16) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    rustix::net::listen(&listener, 16)?;
     // A pool has a descriptor, and there may be a thousand.
-    // SAFETY: zeros are a limit, which the first call fills and the second one reads.
-    unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
-        }
-    }
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     // SAFETY: zeros are a signal set, which the calls fill; the mask is this thread's.
     let before = unsafe {
         let (mut all, mut before) = std::mem::zeroed::<(libc::sigset_t, libc::sigset_t)>();
