@@ -37,8 +37,8 @@ fn set(name: &str, value: u64) -> Result<()> {
 pub(crate) struct Ksm(Vec<(&'static str, u64)>);
 
 impl Ksm {
-    /// Starts it: as fast as it can, and zeros become the kernel's page of zeros; or, unless `fast`,
-    /// with the kernel's defaults. Fails if somebody else has started it meanwhile.
+    /// Starts it: as fast as it can, and zeros become the kernel's page of zeros; or, unless
+    /// `fast`, with the kernel's defaults. Fails if somebody else has started it meanwhile.
     pub(crate) fn start(fast: bool) -> Result<Self> {
         ensure_unused()?;
         let names = ["pages_to_scan", "sleep_millisecs", "use_zero_pages"];

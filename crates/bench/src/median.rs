@@ -7,7 +7,8 @@ pub(crate) fn median(figures: impl Iterator<Item = f64>) -> f64 {
     at(figures.len() / 2).midpoint(at(figures.len().saturating_sub(1) / 2))
 }
 
-/// The highest. Not a number if one is not, or if there is none: then nothing is known of the worst.
+/// The highest. Not a number if one is not, or if there is none: then nothing is known of the
+/// worst.
 pub(crate) fn highest(figures: impl IntoIterator<Item = f64>) -> f64 {
     let higher = |a: f64, b: f64| if a.is_nan() || a > b { a } else { b };
     figures.into_iter().reduce(higher).unwrap_or(f64::NAN)

@@ -58,7 +58,8 @@ impl fmt::Display for Malformed {
 impl std::error::Error for Malformed {}
 
 impl Frame {
-    /// Its kind, for an error message. What else is in it may be long, and of somebody else's choice.
+    /// Its kind, for an error message. What else is in it may be long, and of somebody else's
+    /// choice.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Start(_) => "start",

@@ -56,7 +56,8 @@ impl std::fmt::Display for MessageError {
 impl std::error::Error for MessageError {}
 
 impl Message {
-    /// Its kind, for an error message. What else is in it may be long, and of somebody else's choice.
+    /// Its kind, for an error message. What else is in it may be long, and of somebody else's
+    /// choice.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Start(_) => "start",

@@ -169,7 +169,7 @@ pub(crate) fn file_id(path: &Path) -> Option<(Device, u64)> {
     Some(((found.stx_dev_major, found.stx_dev_minor), found.stx_ino))
 }
 
-/// A line of `/proc/PID/maps`: `7f6ac63a8000-7f6ac63ce000 r--p 00000000 00:29 4809     /usr/lib/libc.so.6`.
+/// A line of `/proc/PID/maps` (proc_pid_maps(5)). Addresses, offset and device are in hexadecimal.
 pub(crate) struct Line<'l> {
     pub(crate) range: &'l [u8],
     pub(crate) access: &'l [u8],

@@ -225,8 +225,8 @@ impl Memory {
         })
     }
 
-    /// Moves pages of a run to the stash. Returns which were moved: not those that are pinned, shared
-    /// with a child, or absent.
+    /// Moves pages of a run to the stash. Returns which were moved: not those that are pinned,
+    /// shared with a child, or absent.
     fn move_aside(&self, start: usize, count: usize) -> [bool; RUN_PAGES_MAX] {
         let mut moved = [false; RUN_PAGES_MAX];
         let mut page = 0;
@@ -252,8 +252,8 @@ impl Memory {
         }
     }
 
-    /// Maps the pool or zeros in place of moved pages. Returns the number of pages, and the reason if
-    /// these are not all.
+    /// Maps the pool or zeros in place of moved pages. Returns the number of pages, and the reason
+    /// if these are not all.
     fn put(
         &mut self,
         run: &Run,
@@ -279,8 +279,9 @@ impl Memory {
         (count, None)
     }
 
-    /// Moves pages of a run back from the stash. The guest's memory is incomplete before that, so it
-    /// repeats until all are moved. The addresses are empty, so the kernel only ever asks to repeat.
+    /// Moves pages of a run back from the stash. The guest's memory is incomplete before that, so
+    /// it repeats until all are moved. The addresses are empty, so the kernel only ever asks to
+    /// repeat.
     fn move_back(&self, start: usize, pages: std::ops::Range<usize>) {
         let mut page = pages.start;
         while page < pages.end {
@@ -298,8 +299,8 @@ impl Memory {
         }
     }
 
-    /// Ends the waiting for pages of a range that are not mapped from a pool, and registers them again
-    /// so that the merger sees writes to them.
+    /// Ends the waiting for pages of a range that are not mapped from a pool, and registers them
+    /// again so that the merger sees writes to them.
     fn watch_again(&self, first: usize, count: usize) {
         let mut page = first;
         while page < first + count {
@@ -334,8 +335,8 @@ impl Memory {
     /// Makes pages that are mapped from a pool anonymous memory again, with their content. Writers
     /// wait meanwhile.
     ///
-    /// A device would write to the old place of a page that it has pinned, so the merger asks for this
-    /// only where the VMM pins nothing.
+    /// A device would write to the old place of a page that it has pinned, so the merger asks for
+    /// this only where the VMM pins nothing.
     pub(crate) fn convert(&mut self, run: &Run) -> Outcome {
         let mut outcome = Outcome::default();
         let range = self.range(run);
@@ -366,8 +367,8 @@ impl Memory {
         unsafe { std::ptr::copy_nonoverlapping(start as *const u8, copy as *mut u8, len) };
         self.advise_as_before(copy, len);
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        // SAFETY: the copy replaces the guest's pages in one step, with the same content. Nobody has a
-        // reference to either.
+        // SAFETY: the copy replaces the guest's pages in one step, with the same content. Nobody
+        // has a reference to either.
         let moved =
             unsafe { libc::mremap(copy as *mut _, len, len, flags, start as *mut libc::c_void) };
         if moved == libc::MAP_FAILED {
@@ -414,9 +415,9 @@ impl Memory {
             let flags = PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
             // SAFETY: the caller does not need the content, and nobody has a reference to it.
             if unsafe { map(start, len, true, flags, None) }.is_err() {
-                // At the limit of mappings even this fails. The pool stays mapped; writing makes the
-                // pages private.
-                // SAFETY: the guest's memory is mapped for writing, and its content is not needed.
+                // At the limit of mappings even this fails. The pool stays mapped; writing makes
+                // the pages private. SAFETY: the guest's memory is mapped for writing, and its
+                // content is not needed.
                 unsafe { std::ptr::write_bytes(start as *mut u8, 0, len) };
                 is_refused = true;
                 continue;
@@ -439,10 +440,10 @@ impl Memory {
     }
 }
 
-/// Calls the kernel for `count` pages, until all are done. It takes pages of one mapping at a time, and
-/// `several` is its error for others. `call` gets the offset of the first page and a length, in bytes,
-/// and returns the bytes that it has done and its error. Returns the number of pages before the first
-/// one that is refused, and the error.
+/// Calls the kernel for `count` pages, until all are done. It takes pages of one mapping at a time,
+/// and `several` is its error for others. `call` gets the offset of the first page and a length, in
+/// bytes, and returns the bytes that it has done and its error. Returns the number of pages before
+/// the first one that is refused, and the error.
 fn in_steps(
     count: usize,
     several: i32,

@@ -129,8 +129,8 @@ pub unsafe trait Plain: Copy + Default {
     }
 }
 
-// SAFETY: each is a struct of integers in the order of their sizes. Their sizes, asserted above, leave
-// no room for padding.
+// SAFETY: each is a struct of integers in the order of their sizes. Their sizes, asserted above,
+// leave no room for padding.
 unsafe impl Plain for Head {}
 // SAFETY: as above.
 unsafe impl Plain for Hello {}

@@ -73,8 +73,8 @@ const UFFDIO_WRITEPROTECT: u64 = request(false, 0x06, size_of::<Writeprotect>())
 const USERFAULTFD_IOC_NEW: u64 = API << 8;
 const MODE_DONTWAKE: u64 = 1;
 
-/// A userfaultfd. Addresses and lengths are multiples of a page. The kernel refuses ranges of the wrong
-/// kind, so only [`Uffd::move_pages`] can make memory unsafe.
+/// A userfaultfd. Addresses and lengths are multiples of a page. The kernel refuses ranges of the
+/// wrong kind, so only [`Uffd::move_pages`] can make memory unsafe.
 #[derive(Debug)]
 pub(crate) struct Uffd(OwnedFd);
 
@@ -133,8 +133,8 @@ impl Uffd {
         self.call(UFFDIO_WAKE, &mut Range { start: start as u64, len: len as u64 })
     }
 
-    /// Maps the kernel's page of zeros at empty addresses. Returns the number of bytes, and the reason
-    /// if these are not all.
+    /// Maps the kernel's page of zeros at empty addresses. Returns the number of bytes, and the
+    /// reason if these are not all.
     pub(crate) fn zero(&self, start: usize, len: usize) -> (usize, Option<i32>) {
         let range = Range { start: start as u64, len: len as u64 };
         let mut arg = Zeropage { range, mode: MODE_DONTWAKE, zeropage: 0 };

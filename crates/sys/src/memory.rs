@@ -29,9 +29,9 @@ pub fn return_large_blocks() {
     }
 }
 
-/// A file in memory with these bytes, open for reading. Nobody can change it, also whoever runs as
-/// root and opens it anew through `/proc/self/fd`: the seals are of the file, not of the descriptor
-/// (memfd_create(2), fcntl(2)). Errors: those of memfd_create(2), write(2) and open(2).
+/// A file in memory with these bytes, open for reading. Nobody can change it, not even
+/// root by opening it anew through `/proc/self/fd`: the seals are of the file, not of the
+/// descriptor (memfd_create(2), fcntl(2)). Errors: those of memfd_create(2), write(2) and open(2).
 pub fn sealed(name: &str, bytes: &[u8]) -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
     let file = File::from(memfd_create(name, flags)?);

@@ -169,8 +169,8 @@ pub fn scan(
         };
         let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
         regions.iter().take(found).copied().for_each(&mut each);
-        // `walk_end` is not used: the kernel gathers regions in a smaller buffer of its own, and says
-        // where that was full, although it has walked the rest as well.
+        // `walk_end` is not used: the kernel gathers regions in a smaller buffer of its own, and
+        // says where that was full, although it has walked the rest as well.
         match regions[..found].last() {
             Some(last) if found == REGIONS && last.end > start => start = last.end,
             _ => return Ok(()),

@@ -24,8 +24,8 @@ pub fn inherit(command: &mut Command, fd: OwnedFd) {
 /// The program that `command` starts gets no further privileges by executing others
 /// (`PR_SET_NO_NEW_PRIVS`, prctl(2)).
 pub fn no_new_privileges(command: &mut Command) {
-    // SAFETY: between fork and exec a child may only do what is async-signal-safe. The closure makes
-    // one system call, and neither allocates nor takes a lock.
+    // SAFETY: between fork and exec a child may only do what is async-signal-safe. The closure
+    // makes one system call, and neither allocates nor takes a lock.
     unsafe { command.pre_exec(|| Ok(rustix::thread::set_no_new_privs(true)?)) };
 }
 

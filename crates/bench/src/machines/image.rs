@@ -31,7 +31,7 @@ use cofolio_store::{
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{Host, HostArgs, Machine, PATIENCE, accelerator, executed_by};
+use super::{Host, HostArgs, Machine, PATIENCE, accel, executed_by};
 use crate::goals::Goals;
 use crate::measure::cold_start;
 use crate::median::highest;
@@ -183,7 +183,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         runs.push(cleanup::result(&signals.cancel, ran, stopped)?);
     }
     let (guests, memory_mib) = (args.guests, args.memory);
-    let figures = Figures { accel: accelerator(), guests, memory_mib, images, runs };
+    let figures = Figures { accel: accel(), guests, memory_mib, images, runs };
     let goals = goals(&figures);
     let root = Path::new("/");
     report::finish(args.place.json.as_deref(), root, &figures, &table(&figures), &goals)
@@ -368,7 +368,7 @@ fn with_disks(args: &Args, place: &Place, host: &Host<'_>, how: How) -> Result<R
 fn qemu(args: &Args, kernel: &Kernel, boot: &Path, disk: &Path, how: How) -> Result<WithDisk> {
     let mut command = Command::new("qemu-system-x86_64");
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-    match accelerator() {
+    match accel() {
         Accel::Kvm => command.args(["-accel", "kvm", "-machine", "pc", "-cpu", "host"]),
         Accel::Tcg => command
             .args(["-accel", "tcg,tb-size=64", "-machine", "pc,hpet=off"])

@@ -18,7 +18,7 @@ use cofolio_node::vm::merger::{MergePolicy, Merger};
 use cofolio_node::vm::ram::Ram;
 use serde::Serialize;
 
-use super::{Host, HostArgs, Machine, accelerator, executed_by, mark};
+use super::{Host, HostArgs, Machine, accel, executed_by, mark};
 use crate::goals::Goals;
 use crate::ksm::{self, Ksm};
 use crate::median::{highest, median};
@@ -168,7 +168,7 @@ struct Figures {
     runs: Vec<Ran>,
 }
 
-/// A figure of what an engine took.
+/// The time, or processor time, of an engine at a moment.
 type Taken = fn(&Moment) -> f64;
 
 impl Figures {
@@ -189,10 +189,10 @@ impl Figures {
         [most * DONE, ksm.min(ours) * DONE]
     }
 
-    /// What the merger took in a round until it had saved the same number of pages as KSM, divided
-    /// by what KSM took: this is KSM's rate divided by the merger's. Not a number, and so a goal
-    /// missed, if the merger did not get to 95 % of the most that an engine saved. KSM has no figure
-    /// there if it did not. So both are also compared at 95 % of what the lesser one saved, and the
+    /// Time of the merger in a round until it had saved the same number of pages as KSM, divided by
+    /// the time of KSM: this is KSM's rate divided by the merger's. Not a number, and so a goal
+    /// missed, if the merger did not get to 95 % of the most that an engine saved. KSM has no
+    /// figure there if it did not. So both are also compared at 95 % of the lesser saving, and the
     /// worse ratio counts.
     fn ratio(&self, round: u32, taken: Taken) -> f64 {
         let runs = self.in_round(round, Engine::Ksm).zip(self.in_round(round, Engine::Merger));
@@ -209,7 +209,7 @@ impl Figures {
         highest(self.of(Engine::Merger).map(|it| self.ratio(it.round, taken)))
     }
 
-    /// Medians of what an engine took until a level; none if it did not get there in each round.
+    /// Medians of an engine's times until a level; none if it did not get there in each round.
     fn taken(&self, engine: Engine, level: usize) -> Option<Row> {
         let reached = self.of(engine).map(|it| {
             let pages = self.levels(it.round)[level];
@@ -226,7 +226,7 @@ impl Figures {
     }
 }
 
-/// What an engine took until a level.
+/// Figures of an engine until a level.
 struct Row {
     seconds: f64,
     per_second: f64,
@@ -255,7 +255,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         }
     }
     let (guests, memory_mib, script) = (args.guests, args.memory, args.script.clone());
-    let figures = Figures { accel: accelerator(), guests, memory_mib, script, runs };
+    let figures = Figures { accel: accel(), guests, memory_mib, script, runs };
     let (root, goals) = (Path::new("/"), goals(args, &figures));
     report::finish(args.place.json.as_deref(), root, &figures, &table(&figures), &goals)
 }

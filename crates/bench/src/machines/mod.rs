@@ -209,7 +209,7 @@ fn output(command: &mut Command) -> Result<String> {
 }
 
 /// Who executes the guests' instructions, as `cofolio vm run` decides it.
-pub(crate) fn accelerator() -> Accel {
+pub(crate) fn accel() -> Accel {
     Accel::of_this_machine(Path::new("/"))
 }
 

@@ -264,8 +264,8 @@ fn per_cpu_second(ran: &Ran) -> f64 {
     ran.done_seconds.map_or(f64::NAN, |_| ran.saved_pages as f64 / ran.cpu_seconds)
 }
 
-/// The highest of all rounds of a figure of the first engine, divided by that of the second one. Not
-/// a number if one of them was not done in a round.
+/// The highest of all rounds of a figure of the first engine, divided by that of the second one.
+/// Not a number if one of them was not done in a round.
 fn worst_ratio(runs: [&[Ran]; 2], figure: fn(&Ran) -> f64) -> f64 {
     let [a, b] = runs;
     highest(a.iter().zip(b).map(|(a, b)| figure(a) / figure(b)))
@@ -325,12 +325,12 @@ fn goals(args: &Args, rounds: &BTreeMap<Engine, Vec<Ran>>) -> Goals {
         .at_most("wrong words, of all engines", wrong as f64, 0.0, "")
 }
 
-/// A cell of a table: a dash for what is not known.
+/// A cell of a table: a dash for an unknown figure.
 fn cell(figure: f64, digits: usize, unit: &str) -> String {
     if figure.is_nan() { "–".to_owned() } else { format!("{figure:.digits$}{unit}") }
 }
 
-/// Share that was saved, and what it took.
+/// The saved share, and the time and processor time for it.
 fn costs(engine: Engine, runs: &[Ran], mergeable: u64) -> String {
     if engine == Engine::None {
         return "– | – | – | – | – | –".to_owned();
@@ -580,8 +580,8 @@ fn cpu_seconds(guests: &[Guest]) -> f64 {
     threads::own_seconds() + shims.sum::<f64>()
 }
 
-/// Private bytes of the processes. The merger also counts merged pages that were written to since, so
-/// what it saves is how much less these are, less the pools.
+/// Private bytes of the processes. The merger also counts merged pages that were written to since,
+/// so what it saves is how much less these are, less the pools.
 fn anonymous(guests: &[Guest]) -> Result<u64> {
     let of = |guest: &Guest| status_bytes(&guest.child.id().to_string(), "RssAnon");
     guests.iter().map(of).sum()

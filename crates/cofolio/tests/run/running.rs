@@ -70,7 +70,8 @@ fn detached_containers_are_listed_and_stopped() {
     }
 }
 
-/// runc knows no real-time signal by its name, so the program of an image that names one got SIGTERM.
+/// runc knows no real-time signal by its name, so the program of an image that names one got
+/// SIGTERM.
 #[test]
 fn a_real_time_stop_signal_reaches_the_program() {
     let test = "a_real_time_stop_signal_reaches_the_program";

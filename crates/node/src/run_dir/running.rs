@@ -127,8 +127,9 @@ pub(crate) fn is_replaced(lock: &OwnedFd, dir: &Path) -> bool {
     path.exists() && !is_at(lock, &path)
 }
 
-/// Removes such a directory. Nothing may be mounted in it, and directories in it are only removed if
-/// they are empty: they are not ours. The record and the lock go last and keep the name until then.
+/// Removes such a directory. Nothing may be mounted in it, and directories in it are only removed
+/// if they are empty: they are not ours. The record and the lock go last and keep the name until
+/// then.
 pub(crate) fn remove_files(dir: &Path, record: &str) -> Result<(), RunDirError> {
     // A process that tests meanwhile whether it has ended may make a new lock.
     const TRIES: u32 = 10;
@@ -202,8 +203,8 @@ mod tests {
         remove_files(dir, RECORD).map(|()| true)
     }
 
-    /// `vm ps` tests the lock of a machine that has ended, and holds it for a moment. A start with its
-    /// name said meanwhile that the name is taken.
+    /// `vm ps` tests the lock of a machine that has ended, and holds it for a moment. A start with
+    /// its name said meanwhile that the name is taken.
     #[test]
     fn a_name_is_free_while_its_lock_is_tested() {
         let all = tempfile::tempdir().unwrap();

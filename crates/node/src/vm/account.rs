@@ -238,7 +238,7 @@ impl Accounts {
             merging: reports.merging,
         };
         image.extend(images);
-        let pool_files = known.pool_files(&pool_pieces)?;
+        let pool_files = pool_files(&known.dir, &pool_pieces)?;
         Ok(Counted { account, image, pools, pool_files })
     }
 }
@@ -267,19 +267,19 @@ impl Known {
             Ok(parts)
         })
     }
+}
 
-    /// Memory of the files of its pools.
-    fn pool_files(&self, pieces: &[Piece]) -> io::Result<Vec<(FileId, u64)>> {
-        let mut files = HashMap::new();
-        for piece in pieces {
-            files.entry(piece.file).or_insert_with(|| piece.link(&self.dir));
-        }
-        // Unmapped meanwhile, a file takes nothing.
-        let bytes = |link: PathBuf| fs::metadata(link).map_or(0, |file| file.blocks() * 512);
-        probe_and_access(&self.dir, move || {
-            Ok(files.into_iter().map(|(file, link)| (file, bytes(link))).collect())
-        })
+/// Memory of the files of pools that a process maps, by its directory in `/proc`.
+fn pool_files(process: &Path, pieces: &[Piece]) -> io::Result<Vec<(FileId, u64)>> {
+    let mut files = HashMap::new();
+    for piece in pieces {
+        files.entry(piece.file).or_insert_with(|| piece.link(process));
     }
+    // Unmapped meanwhile, a file takes nothing.
+    let bytes = |link: PathBuf| fs::metadata(link).map_or(0, |file| file.blocks() * 512);
+    probe_and_access(process, move || {
+        Ok(files.into_iter().map(|(file, link)| (file, bytes(link))).collect())
+    })
 }
 
 /// Divides parts of files among machines: how many bytes they have together, each counted once, and
@@ -313,6 +313,20 @@ fn divide<'p>(machines: impl Iterator<Item = &'p [Part]>) -> (u64, Vec<f64>) {
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a sum of sizes")]
 fn whole(bytes: f64) -> u64 {
     bytes.round() as u64
+}
+
+/// Pools of merged pages that a VMM has mapped, by the inodes of their files, and the memory of
+/// each in bytes.
+///
+/// # Errors
+/// Those of reading `/proc/PID/maps`.
+pub fn mapped_pools(proc: &Path, pid: u32) -> io::Result<HashMap<u64, u64>> {
+    let process = proc.join(pid.to_string());
+    let maps = maps(&process)?;
+    let pools = maps.lines().filter_map(mapping).filter(Mapping::is_pool);
+    let pieces: Vec<Piece> = pools.map(|it| it.piece()).collect();
+    let files = pool_files(&process, &pieces)?.into_iter();
+    Ok(files.map(|((_, inode), bytes)| (inode, bytes)).collect())
 }
 
 /// Files of the image that a VMM has mapped.

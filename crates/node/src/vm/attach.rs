@@ -145,8 +145,8 @@ impl Machines<'_> {
             restore(&mut *balloon, attached.usable_bytes)
         };
         let restored = if attached.lives() {
-            // The recycler closes its connection then. If this process is killed, the record is still
-            // there, and the machine can be detached again.
+            // The recycler closes its connection then. If this process is killed, the record is
+            // still there, and the machine can be detached again.
             write_record(&dir, &record)?;
             restore()
         } else {

@@ -20,8 +20,8 @@ const FOOTER_BYTES: usize = 64;
 /// The devices of an image.
 #[derive(Debug)]
 pub(super) struct ImageDevices {
-    /// `gc` replaces packs and rewrites segments only when this was dropped: after the VMM has opened
-    /// all files.
+    /// `gc` replaces packs and rewrites segments only when this was dropped: after the VMM has
+    /// opened all files.
     pub(super) stays: DomainLock,
     /// What was packed.
     pub(super) report: PackReport,

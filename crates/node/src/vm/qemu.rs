@@ -82,7 +82,8 @@ pub(super) fn launch(machine: &Machine<'_>, program: &Path) -> Result<Launch> {
     let mut command = Command::new(program);
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     let sandbox = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
-    // It has opened all files by then. A guest that breaks out of QEMU finds nothing that is its own.
+    // It has opened all files by then. A guest that breaks out of QEMU finds nothing that is its
+    // own.
     match new_user(Path::new("/proc/self")) {
         Some(user) => {
             command.args(["-sandbox", sandbox]);
@@ -174,8 +175,8 @@ fn new_user(process: &Path) -> Option<u64> {
     (is_mapped("uid_map") && is_mapped("gid_map")).then(|| USER_FIRST + random_number() % USERS)
 }
 
-/// Options by which QEMU becomes a user before the guest starts. Those before 9.1 know only the first,
-/// which later ones warn of.
+/// Options by which QEMU becomes a user before the guest starts. Those before 9.1 know only the
+/// first, which later ones warn of.
 fn become_user(program: &Path, user: u64) -> std::io::Result<[String; 2]> {
     let help = Command::new(program).arg("-help").stdin(Stdio::null()).output()?.stdout;
     let help = String::from_utf8_lossy(&help).into_owned();

@@ -20,8 +20,8 @@ const BELOW_HOLE: u64 = 3 << 30;
 /// Filesystems, by `include/uapi/linux/magic.h`.
 pub(super) const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
-/// Longest list of mappings, in bytes: that of a VMM with 65,530 mappings, the kernel's default limit,
-/// takes a fifth.
+/// Longest list of mappings, in bytes: that of a VMM with 65,530 mappings, the kernel's default
+/// limit, takes a fifth.
 const MAPS_BYTES_MAX: u64 = 32 << 20;
 
 /// A guest's memory in a process.
@@ -147,7 +147,8 @@ impl Ram {
         self.count(false).map(|(resident, _)| resident)
     }
 
-    /// The same, and the addresses of pages that are not merged, in their order, if these are wanted.
+    /// The same, and the addresses of pages that are not merged, in their order, if these are
+    /// wanted.
     fn count(&self, private: bool) -> io::Result<(Resident, Vec<Range<u64>>)> {
         let query = Query {
             mask: category::PRESENT,
@@ -327,6 +328,11 @@ impl Mapping<'_> {
         self.access.ends_with('s') && is_of_image(self.name)
     }
 
+    /// Whether it is of a pool of merged pages.
+    pub(super) fn is_pool(&self) -> bool {
+        is_pool(self.name)
+    }
+
     pub(super) fn piece(&self) -> Piece {
         Piece { addresses: self.addresses.clone(), file: self.file, offset: self.offset }
     }
@@ -362,7 +368,11 @@ pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
 
 /// Whether pages of a mapping in a guest's memory were merged.
 fn is_merged(name: &str) -> bool {
-    name.starts_with("/memfd:cofolio-pool") || is_of_image(name)
+    is_pool(name) || is_of_image(name)
+}
+
+fn is_pool(name: &str) -> bool {
+    name.starts_with("/memfd:cofolio-pool")
 }
 
 /// Whether a file is a pack or a segment.

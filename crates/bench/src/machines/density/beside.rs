@@ -36,7 +36,7 @@ pub(super) struct Beside {
     pub(super) daemon: u64,
     /// Pages of the image's files in the host's page cache.
     pub(super) image: u64,
-    /// What KSM knows of the VMMs' pages.
+    /// KSM's records of the VMMs' pages.
     pub(super) rmap: u64,
     /// By how much the host's free memory has fallen since before the first of these was started.
     /// Guest memory and everything else but the image is in it.
@@ -132,7 +132,7 @@ fn rmap_items(pid: &str) -> u64 {
     line.and_then(|line| line.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Memory of the host that is available, and what processors keep in lists of their own.
+/// Memory of the host that is available, and free pages in lists of processors.
 fn free_bytes() -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

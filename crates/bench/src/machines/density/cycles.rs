@@ -1,4 +1,4 @@
-//! Processor time of an engine, and what of it a recycled page costs.
+//! Processor time of an engine, and the part of it that each recycled page costs.
 
 use anyhow::Result;
 use serde::Serialize;
@@ -67,14 +67,15 @@ impl Cpu {
 pub(super) struct Cycles {
     pub(super) recycler: f64,
     pub(super) accesses: f64,
-    /// Of the VMMs' threads, less what they take with free page reporting alone.
+    /// Of the VMMs' threads, less their cycles with free page reporting alone.
     pub(super) vmm: f64,
     /// The shim's part of `vmm`.
     pub(super) shim: f64,
 }
 
 impl Cycles {
-    /// `reporting` is what the VMMs' threads took in as long a time with free page reporting alone.
+    /// `reporting` is the processor time of the VMMs' threads in a run of the same length with free
+    /// page reporting alone.
     /// Not a number, and no goal is met, if nothing was pulsed or the two cannot be compared.
     pub(super) fn per_page(
         cpu: &Cpu,
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn time_is_what_has_passed() {
+    fn times_are_differences() {
         let half = Cpu { engine: 4.5, recycler: 0.5, accesses: 1.0, vmm: 3.5, shim: 0.25 };
         assert_eq!(CPU.since(half), half);
     }

@@ -1,5 +1,5 @@
-//! `cofolio-bench vm-density`: how many virtual machines fit in a host, if most are idle most of the
-//! time.
+//! `cofolio-bench vm-density`: how many virtual machines fit in a host, if most are idle most of
+//! the time.
 //!
 //! ```text
 //! for each engine: start guests ─▶ cycles: fill ▁▂▅█ hold, remove ▁ … ─▶ all idle ─▶ every second
@@ -27,7 +27,7 @@ use self::beside::Look;
 use self::cycles::Cpu;
 use self::summary::{Figures, Measured, Ran, goals, table};
 use self::watch::Watch;
-use super::{Host, HostArgs, Machine, accelerator, cycles_per_second};
+use super::{Host, HostArgs, Machine, accel, cycles_per_second};
 use crate::cleanup;
 use crate::daemon::Daemon;
 use crate::ksm::{self, Ksm};
@@ -42,14 +42,14 @@ const FILE_MIB: u64 = 20;
 const RECYCLE_SECONDS: [u32; 2] = [5, 10];
 const MERGE_SECONDS: [u32; 2] = [200, 600];
 /// The load of the goals, and its default: seconds of a cycle, cycles, seconds that files are kept,
-/// and what the periods of 2017 are divided by.
+/// and the divisor of the periods of 2017.
 const CYCLE: u64 = 130;
 const CYCLES: u64 = 3;
 const HOLD: u64 = 4;
 const SCALE: u32 = 5;
 /// Before the cycles, and between these and the idle time.
 const SETTLE: Duration = Duration::from_secs(10);
-/// A guest that has freed single pages is watched for so long after it said what it has free.
+/// A guest that has freed single pages is watched for so long after it reported its free memory.
 const WATCH: Duration = Duration::from_secs(20);
 
 /// Virtual machines that fit in a host: the experiment of 2017
@@ -58,7 +58,7 @@ const WATCH: Duration = Duration::from_secs(20);
 /// for the rest of a cycle, each from a moment of its own on: raw; with KSM at full speed; with
 /// free page reporting alone; with both; and with the daemon, for each pair of the periods of 2017.
 /// The host memory of the guests is counted twice a second, from the second cycle on. The goals are
-/// of the guests' own memory; what they cost beside it is in a table of its own. After the cycles
+/// of the guests' own memory; further costs are in a table of their own. After the cycles
 /// all guests are idle for two merge periods, and then one frees every second page of half of its
 /// memory. KSM must be off, and its settings are restored.
 #[derive(Debug, clap::Args)]
@@ -202,7 +202,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         guests: args.guests,
         memory_mib: args.memory,
         cycle: args.cycle,
-        accelerator: accelerator(),
+        accel: accel(),
         cycles_per_second: cycles_per_second(),
         runs,
     };

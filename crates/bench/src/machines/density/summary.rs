@@ -3,12 +3,13 @@
 use cofolio_node::vm::Accel;
 use serde::Serialize;
 
+use super::super::{executed_by, mark};
 use super::beside::Beside;
 use super::cycles::{Cpu, Cycles};
 use super::watch::{Event, Held, Removal, Watched};
 use super::{Args, CYCLE, CYCLES, Engine, HOLD, SCALE};
 use crate::goals::Goals;
-use crate::median::median;
+use crate::median::{highest, median};
 
 /// Memory of the host of 2017.
 const HOST_BYTES: f64 = 230e9;
@@ -38,7 +39,7 @@ pub(super) struct Measured {
 #[derive(Debug, Serialize)]
 pub(super) struct Ran {
     pub(super) engine: Engine,
-    /// Mean of what files of a guest take, as a share of its memory, and the most.
+    /// Mean and highest size of a guest's files, as a share of its memory.
     load: f64,
     peak: f64,
     /// Mean and standard deviation of the host memory of one guest; guests share pools equally.
@@ -75,7 +76,7 @@ pub(super) struct Figures {
     pub(super) memory_mib: u64,
     pub(super) cycle: u64,
     /// Who executes the guests' instructions. An emulator distorts times and processor times.
-    pub(super) accelerator: Accel,
+    pub(super) accel: Accel,
     pub(super) cycles_per_second: Option<f64>,
     pub(super) runs: Vec<Ran>,
 }
@@ -97,7 +98,8 @@ impl Ran {
         let (mean, deviation) = mean_and_deviation(&of_guests);
         let beside: Vec<Beside> =
             watched.beside.iter().filter(|it| is_counted(it.seconds)).copied().collect();
-        // What is known, or what the host has less: the larger one, so that nothing is left out.
+        // The sum of all parts, or the fall of the host's free memory: the larger one, so that
+        // nothing is left out.
         let [items, of_host] = [Beside::items, Beside::of_host].map(|it| Beside::mean(&beside, it));
         let mean_with_all = items.max(of_host) / guests;
         let (load, most) = watched.load(from, seconds);
@@ -140,7 +142,7 @@ impl Ran {
 }
 
 impl Figures {
-    /// What a recycled page costs: more than free page reporting alone.
+    /// Computes the cycles of a recycled page, less those of free page reporting.
     pub(super) fn set_cycles(&mut self) {
         let reporting = self.runs.iter().find(|it| it.engine == Engine::Reporting);
         let reporting = reporting.map(|it| it.cpu.vmm);
@@ -155,7 +157,7 @@ impl Figures {
     }
 
     fn is_emulated(&self) -> bool {
-        self.accelerator == Accel::Tcg
+        self.accel == Accel::Tcg
     }
 }
 
@@ -172,13 +174,6 @@ fn fit(mean: f64, deviation: f64) -> f64 {
     let spread = DEVIATIONS * deviation;
     let root = ((spread * spread + 4.0 * mean * HOST_BYTES).sqrt() - spread) / (2.0 * mean);
     (root * root).floor()
-}
-
-/// The highest figure. Not a number, and no goal is met, if one is missing or there are none.
-fn highest(figures: impl Iterator<Item = f64>) -> f64 {
-    figures
-        .reduce(|most, it| if most.is_nan() || most > it { most } else { it })
-        .unwrap_or(f64::NAN)
 }
 
 /// Whether the guests of all engines worked as much as those of 2017.
@@ -213,9 +208,7 @@ pub(super) fn goals(args: &Args, figures: &Figures) -> Goals {
     let cycles =
         |figure: fn(&Cycles) -> f64| most(&|it: &Ran| it.cycles.as_ref().map_or(f64::NAN, figure));
     let loads = || figures.runs.iter().map(|it| it.load * 100.0);
-    // Figures that an emulator distorts are marked.
-    let timed =
-        |what: &str| format!("{what}{}", if figures.is_emulated() { " (emulated)" } else { "" });
+    let timed = |what: &str| format!("{what}{}", mark(figures.accel));
     let mut goals = Goals::new(size, is_of_this_size)
         .figure("load: memory filled on average, at least", -highest(loads().map(|it| -it)), " %")
         .figure("at most", highest(loads()), " %")
@@ -272,16 +265,14 @@ pub(super) fn table(figures: &Figures) -> String {
 }
 
 fn head(figures: &Figures) -> String {
-    let accelerator = match figures.accelerator {
-        Accel::Kvm => "KVM executes the guests.",
-        Accel::Tcg => {
-            "The guests are **emulated in software**: figures with a star (times, processor times, the emulator's memory) are \
-            distorted by that, and say little of machines with KVM."
-        }
-    };
+    let star = if figures.is_emulated() { "; figures that this distorts have a star" } else { "" };
     format!(
-        "{} guests with {} MiB, {} s from one filling to the next. Of the first cycle no memory is counted. {accelerator}\n",
-        figures.guests, figures.memory_mib, figures.cycle
+        "{} guests with {} MiB, {} s from one filling to the next; {}{star}. Of the first cycle no \
+        memory is counted.\n",
+        figures.guests,
+        figures.memory_mib,
+        figures.cycle,
+        executed_by(figures.accel),
     )
 }
 
@@ -487,15 +478,6 @@ mod tests {
         let many = fit(1e8, 1e8);
         let sum = |count: f64| count * 1e8 + DEVIATIONS * 1e8 * count.sqrt();
         assert!(sum(many) <= HOST_BYTES && sum(many + 1.0) > HOST_BYTES, "{many}");
-    }
-
-    /// A run without a single removal met all goals of removals.
-    #[test]
-    fn a_figure_that_is_missing_is_not_left_out() {
-        let of = |figures: &[f64]| highest(figures.iter().copied());
-        assert_eq!(of(&[1.0, 3.0, 2.0]), 3.0);
-        assert!(of(&[]).is_nan());
-        assert!([[f64::NAN, 1.0], [1.0, f64::NAN]].iter().all(|figures| of(figures).is_nan()));
     }
 
     #[test]

@@ -1,13 +1,14 @@
-//! What a run of guests shows: host memory over time, the guests' events, and what follows from
-//! both.
+//! Observation of a run of guests: host memory over time and the guests' events, and how fast freed
+//! memory came back.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use cofolio_node::vm::account::mapped_pools;
 use cofolio_node::vm::ram::{Ram, Resident};
 use cofolio_node::vm::recycler::Policy;
 use serde::Serialize;
@@ -19,7 +20,7 @@ use crate::ksm;
 
 /// From one sample to the next.
 const SAMPLE: Duration = Duration::from_millis(500);
-/// From one look at what does not count as guest memory to the next.
+/// From one look at memory beside the guests' own to the next.
 const BESIDE: Duration = Duration::from_secs(5);
 /// How long a guest's freed memory may take to come back to the host.
 const RETURN_MAX: Duration = Duration::from_secs(60);
@@ -42,7 +43,7 @@ impl Held {
     }
 }
 
-/// What a guest has said.
+/// An event that a guest has reported.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Event {
     /// Number of the guest.
@@ -62,7 +63,7 @@ pub(super) struct Event {
     pub(super) all: u64,
 }
 
-/// What a guest has freed at once.
+/// Memory that a guest has freed at once.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Removal {
     /// Files, or single pages.
@@ -72,9 +73,9 @@ pub(super) struct Removal {
     pub(super) single: u64,
     /// Bytes that came back to the host within a minute.
     pub(super) returned: u64,
-    /// Seconds until half and 99 % of what is more than the reserve had, from before the guest freed
-    /// the first page. Not a number if they did not, or if the guest filled its memory again before
-    /// this could be seen.
+    /// Seconds until half and 99 % of the bytes beyond the reserve came back, from before the guest
+    /// freed the first page. Not a number if they did not, or if the guest filled its memory again
+    /// before this could be seen.
     pub(super) p50: f64,
     pub(super) p99: f64,
     /// Seconds until 99 % of all that came back had. The reserve may stay with the guest, but free
@@ -191,7 +192,7 @@ impl<'w> Watch<'w> {
 fn pool_bytes(daemon: Option<&Daemon>, machines: &[Machine]) -> Result<u64> {
     const NAME: &str = "/memfd:cofolio-pool";
     let Some(daemon) = daemon else { return Ok(0) };
-    let mut pools = BTreeMap::new();
+    let mut pools = HashMap::new();
     for open in fs::read_dir(format!("/proc/{}/fd", daemon.pid()))? {
         let path = open?.path();
         if fs::read_link(&path).is_ok_and(|name| name.to_string_lossy().starts_with(NAME))
@@ -201,27 +202,15 @@ fn pool_bytes(daemon: Option<&Daemon>, machines: &[Machine]) -> Result<u64> {
             pools.insert(file.ino(), file.blocks() * 512);
         }
     }
-    let known: HashSet<u64> = pools.keys().copied().collect();
+    // The daemon has closed retired pools.
     for machine in machines {
-        let process = format!("/proc/{}", machine.pid);
-        let maps = fs::read(format!("{process}/maps"))?;
-        for line in String::from_utf8_lossy(&maps).lines().filter(|line| line.contains(NAME)) {
-            let mut words = line.split_whitespace();
-            let (Some(addresses), Some(inode)) = (words.next(), words.nth(3)) else { continue };
-            let inode: u64 = inode.parse()?;
-            // A retired pool, which the daemon has closed.
-            if !known.contains(&inode)
-                && let Ok(file) = fs::metadata(format!("{process}/map_files/{addresses}"))
-            {
-                pools.insert(inode, file.blocks() * 512);
-            }
-        }
+        pools.extend(mapped_pools(Path::new("/proc"), machine.pid)?);
     }
     Ok(pools.values().sum())
 }
 
 impl Watched {
-    /// What guests have freed.
+    /// All removals of the guests.
     pub(super) fn removals(&self, memory: u64) -> Vec<Removal> {
         let removed = self.said.iter().filter(|event| event.event == "removed");
         removed.map(|event| self.removal(event, memory)).collect()
@@ -263,7 +252,7 @@ impl Watched {
             reached.next().map_or(f64::NAN, |(seconds, _)| seconds - filled.seconds)
         };
         let reserve = Policy::default().reserve;
-        // What fits into the reserve proves nothing.
+        // Memory that fits into the reserve proves nothing.
         let more = match removed.bytes.saturating_sub(reserve) {
             0 => f64::NAN,
             more => more as f64,
@@ -277,9 +266,9 @@ impl Watched {
         removal
     }
 
-    /// Bytes that files of all guests had on average from one moment to another, and the most that
-    /// one guest had, from what the guests have said. While a guest fills or removes files, these
-    /// grow and shrink evenly.
+    /// Mean size of all guests' files between two moments, and the highest size of one guest's,
+    /// from the events of the guests. While a guest fills or removes files, these grow and shrink
+    /// evenly.
     pub(super) fn load(&self, from: f64, to: f64) -> (f64, f64) {
         let mut last: BTreeMap<usize, (f64, f64)> = BTreeMap::new();
         let (mut area, mut most) = (0.0, 0.0_f64);
@@ -298,7 +287,7 @@ impl Watched {
     }
 }
 
-/// Area below the line between two points, of what is between `from` and `to`.
+/// Area below the line between two points, from `from` to `to`.
 fn area_between(before: (f64, f64), now: (f64, f64), from: f64, to: f64) -> f64 {
     let (start, end) = (before.0.max(from), now.0.min(to));
     if end <= start {
@@ -330,8 +319,8 @@ mod tests {
         Held { seconds, guests: vec![bytes], pools: 0, saved: 0 }
     }
 
-    /// The time began when the guest had removed all files, and what came back before did not
-    /// count.
+    /// The time began when the guest had removed all files, and memory that came back before did
+    /// not count.
     #[test]
     fn freed_memory_waits_from_before_the_first_file_is_removed() {
         const MIB: u64 = 1 << 20;

@@ -307,8 +307,8 @@ impl Guest {
     }
 }
 
-/// Refuses a process that must not be merged. Otherwise, whether the kernel may have pinned pages of
-/// it.
+/// Refuses a process that must not be merged. Otherwise, whether the kernel may have pinned pages
+/// of it.
 fn check(proc: &Path, pid: u32) -> io::Result<bool> {
     let opened = opened(proc, pid)?;
     match opened.refusal {

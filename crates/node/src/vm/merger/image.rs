@@ -71,8 +71,8 @@ impl Images {
         Ok(())
     }
 
-    /// Hashes pages that are new in the page cache. Returns failures; a later look tries these pages
-    /// again.
+    /// Hashes pages that are new in the page cache. Returns failures; a later look tries these
+    /// pages again.
     pub(super) fn look(&mut self, zeros: NonZeroU64) -> Vec<String> {
         let mut failures = Vec::new();
         for (number, image) in &mut self.images {

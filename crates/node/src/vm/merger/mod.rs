@@ -107,8 +107,8 @@ pub fn preload(
     memory_bytes: u64,
 ) -> io::Result<()> {
     let socket = OwnedFd::from(socket::listen(dir, "merge")?);
-    // Without root's privileges a process makes a userfaultfd for the kernel's accesses only by this.
-    // Where it is missing (before Linux 6.1) pages cannot be moved either.
+    // Without root's privileges a process makes a userfaultfd for the kernel's accesses only by
+    // this. Where it is missing (before Linux 6.1) pages cannot be moved either.
     if let Ok(device) = File::options().read(true).write(true).open("/dev/userfaultfd") {
         command.env(protocol::USERFAULTFD, device.as_raw_fd().to_string());
         cofolio_sys::process::inherit(command, device.into());
@@ -240,9 +240,9 @@ impl Slot {
         matches!(self.state, State::Idle(_))
     }
 
-    /// Starts a pass on a thread of its own, unless one goes on or it rests: a VMM can block a thread
-    /// that reads its memory for as long as it lives, and must not block other domains. Returns
-    /// whether it did.
+    /// Starts a pass on a thread of its own, unless one goes on or it rests: a VMM can block a
+    /// thread that reads its memory for as long as it lives, and must not block other domains.
+    /// Returns whether it did.
     fn start(&mut self, name: &str, targets: Vec<Target>, log: &dyn Fn(&str)) -> bool {
         if Instant::now() < self.rests_until || !self.is_idle() {
             return false;

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! Reporting is on in every machine that Cofolio starts. It takes seconds to half a minute; the
-//! pulse returns the rest within seconds. A pulse leaves each guest a reserve of free memory, ends as soon as the
-//! guest needs more, and comes the less often the sooner a guest takes its memory back. A balloon
-//! that is found inflated is let go first: whoever inflated it was killed.
+//! pulse returns the rest within seconds. A pulse leaves each guest a reserve of free memory, ends
+//! as soon as the guest needs more, and comes the less often the sooner a guest takes its memory
+//! back. A balloon that is found inflated is let go first: whoever inflated it was killed.
 //!
 //! Each guest has a thread, so that a VMM that does not answer holds up no other guest. All of them
 //! together keep to one share of a processor.

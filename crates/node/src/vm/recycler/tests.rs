@@ -348,8 +348,8 @@ fn a_balloon_that_is_found_inflated_is_let_go() {
     assert_eq!((it.world().balloon, it.recycling().pulses), (0, 0));
 }
 
-/// A recycler was killed when it had asked for a pulse, and the guest had not followed yet. The next one
-/// found nothing to let go, and the guest lost the memory for good when it followed.
+/// A recycler was killed when it had asked for a pulse, and the guest had not followed yet. The
+/// next one found nothing to let go, and the guest lost the memory for good when it followed.
 #[test]
 fn a_pulse_that_a_guest_has_not_followed_yet_is_taken_back() {
     let it = Test::new(|world| world.wanted = 600 * MIB);
